@@ -1,0 +1,159 @@
+"""Training speed and memory of the hybrid on this CPU, beside transformers' NemotronH.
+
+Method: one 5M-parameter hybrid, the same weights, batch and FP32 tensors for both; one step is
+forward, summed cross-entropy and backward (no optimizer). Speed: rounds that alternate between the
+two in one process, the median round each. Memory: a process each, the peak resident size of three
+steps less the size after the model is built.
+
+    python benchmarks/model_cpu.py [--json] [--rounds 5] [--batch 8] [--tokens 512] [--chunk 64]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from model import HybridModel, ModelConfig, count_parameters
+from model.hf import config_to_nemotron_h, to_nemotron_h
+
+NAMES = ("ours", "transformers")
+
+
+def shape(chunk: int) -> ModelConfig:
+    """The hybrid that both build."""
+    return ModelConfig(
+        pattern="M-M*-M-",
+        vocab_size=4096,
+        hidden_size=256,
+        ffn_hidden_size=768,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        attention_head_dim=64,
+        mamba_num_heads=8,
+        mamba_head_dim=64,
+        mamba_state_size=64,
+        mamba_num_groups=2,
+        mamba_chunk_size=chunk,
+    )
+
+
+def build_step(name: str, config: ModelConfig, batch: int, tokens: int) -> Callable[[], float]:
+    """A function that runs one training step and returns the mean loss."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config.vocab_size, (batch, tokens), generator=generator)
+    ours = HybridModel(config)
+    if name == "ours":
+        labels = ids.roll(-1, 1)
+        labels[:, -1] = -100
+        seq_idx = torch.zeros_like(ids, dtype=torch.int32)
+
+        def step() -> float:
+            ours.zero_grad()
+            loss, count = ours.loss(ids, labels, seq_idx)
+            (loss / count).backward()
+            return (loss / count).item()
+
+        return step
+
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    theirs = transformers.NemotronHForCausalLM(
+        transformers.NemotronHConfig(**config_to_nemotron_h(config), use_cache=False)
+    )
+    theirs.load_state_dict(to_nemotron_h(ours.state_dict(), config))
+    del ours
+
+    def step_theirs() -> float:
+        theirs.zero_grad()
+        loss = theirs(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return loss.item()
+
+    return step_theirs
+
+
+def measure_speed(config: ModelConfig, arguments: argparse.Namespace) -> dict[str, float]:
+    """Seconds a step of each, the median of alternating rounds."""
+    steps = {n: build_step(n, config, arguments.batch, arguments.tokens) for n in NAMES}
+    losses = {name: step() for name, step in steps.items()}
+    assert abs(losses["ours"] - losses["transformers"]) < 1e-4, losses
+    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+    for _ in range(arguments.rounds):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def peak_memory(name: str, config: ModelConfig, batch: int, tokens: int) -> float:
+    """MiB that three steps add to this process's peak resident size."""
+    step = build_step(name, config, batch, tokens)
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    for _ in range(3):
+        step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--chunk", type=int, default=64)
+    parser.add_argument("--memory-of", choices=NAMES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    config = shape(arguments.chunk)
+    if arguments.memory_of:
+        print(peak_memory(arguments.memory_of, config, arguments.batch, arguments.tokens))
+        return
+
+    seconds = measure_speed(config, arguments)
+    memory = {
+        name: float(subprocess.check_output([sys.executable, *sys.argv, "--memory-of", name]))
+        for name in NAMES
+    }
+    count = arguments.batch * arguments.tokens
+    rows = [
+        {
+            "model": name,
+            "tokens_per_second": round(count / seconds[name]),
+            "peak_memory_mib": round(memory[name]),
+        }
+        for name in NAMES
+    ]
+    result = {
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}",
+        "rows": rows,
+        "ratios": {
+            "train_tokens_vs_transformers": round(seconds["transformers"] / seconds["ours"], 2),
+            "peak_memory_vs_transformers": round(memory["ours"] / memory["transformers"], 3),
+        },
+    }
+    if arguments.json:
+        print(json.dumps(result))
+        return
+    print(__doc__)
+    print(f"{result['machine']}; {count_parameters(config)['total']:,} parameters, {count} tokens")
+    for row in rows:
+        print("{model:14} {tokens_per_second:8} tokens/s {peak_memory_mib:8} MiB".format(**row))
+    print(result["ratios"])
+
+
+if __name__ == "__main__":
+    main()

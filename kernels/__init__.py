@@ -1,0 +1,1 @@
+"""Fast paths of the quantizers. Each equals the torch reference in `quant` to the byte."""

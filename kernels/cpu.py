@@ -1,0 +1,283 @@
+"""The compiled CPU kernels: `cpu.cpp`, built once with the system's compiler, loaded with ctypes.
+
+The library is cached by a hash of the source, the compiler and the CPU, and renamed into place, so
+processes may race. Where no compiler works, `available` is False, a warning says so once, and the
+callers run plain torch instead.
+
+Legend: R rows, K columns, B blocks in a row, T tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SOURCE = Path(__file__).with_name("cpu.cpp")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-shared", "-fPIC")
+_DTYPES = {torch.bfloat16: 0, torch.float32: 1}
+_ELEMENTS = {"e2m1": 0, "e4m3": 1}
+
+_log = logging.getLogger(__name__)
+
+
+def available() -> bool:
+    """Whether the kernels are, or could now be, built and loaded."""
+    return _load()[0] is not None
+
+
+def reason() -> str:
+    """Why the kernels are not available; empty if they are."""
+    return _load()[1]
+
+
+@functools.cache
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    try:
+        return _declare(ctypes.CDLL(str(_build()))), ""
+    except (OSError, RuntimeError) as error:
+        _log.warning("no compiled CPU kernels, quantizing with plain torch instead: %s", error)
+        return None, str(error)
+
+
+def _build() -> Path:
+    """The path of the library, compiled if it is not in the cache.
+
+    Raises:
+        RuntimeError: no compiler, or none of the attempts compiled.
+    """
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if compiler is None:
+        raise RuntimeError("no C++ compiler on PATH (c++, g++ or clang++): install one")
+    folder = _cache_folder()
+    library = folder / f"cpu-{_fingerprint(compiler)}.so"
+    if library.exists():
+        return library
+    errors = []
+    for openmp in (("-fopenmp",), ()):
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = Path(scratch) / "cpu.so"
+            command = [compiler, *_FLAGS, *openmp, str(_SOURCE), "-o", str(built)]
+            run = subprocess.run(command, capture_output=True, text=True, check=False)
+            if run.returncode == 0:
+                os.replace(built, library)
+                return library
+            errors.append(run.stderr.strip()[-500:])
+    raise RuntimeError(f"{compiler} could not build {_SOURCE.name}: {errors[0]}")
+
+
+def _cache_folder() -> Path:
+    """A folder of this user's that can be written: the cache folder, else a fresh temporary one."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "nvfp4-pretrain"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="nvfp4-pretrain-"))
+    return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp())
+
+
+def _fingerprint(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    parts = (_SOURCE.read_text(), " ".join(_FLAGS), compiler, version.stdout, _cpu())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _cpu() -> str:
+    """What `-march=native` depends on."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    lines = (line for line in info.read_text().splitlines() if line.startswith(wanted))
+    return "\n".join(sorted(set(lines)))
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, integer, long, real = (
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_int64,
+        ctypes.c_float,
+    )
+    # fmt: off
+    signatures: dict[str, list[Any]] = {
+        "quantize": [
+            pointer, integer, long, long, integer, integer, integer, integer, integer,
+            real, real, real, pointer, long, pointer, pointer, integer,
+        ],
+        "dequantize": [
+            pointer, pointer, integer, integer, integer, long, long, real, integer, pointer,
+            integer,
+        ],
+        "amax_and_nonfinite": [pointer, integer, long, pointer, pointer, integer],
+        "rht_transpose": [
+            pointer, integer, long, long, integer, pointer, pointer, pointer, pointer, integer,
+        ],
+    }
+    # fmt: on
+    for name, arguments in signatures.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    return library
+
+
+def _library() -> ctypes.CDLL:
+    library = _load()[0]
+    assert library is not None, "callers ask available() first"
+    return library
+
+
+def _prepare(x: Tensor) -> tuple[Tensor, int]:
+    """`x` as the kernels read it, contiguous BF16 or FP32, and the number of that dtype."""
+    x = x.detach()
+    if x.dtype not in _DTYPES:
+        x = x.float()
+    return x.contiguous(), _DTYPES[x.dtype]
+
+
+def _scale_kind(scale: str, scale_rounding: str) -> int:
+    if scale == "fp32":
+        return 3 if scale_rounding == "nearest" else 2
+    return {"e4m3": 0, "e8m0": 1}[scale]
+
+
+def amax_and_nonfinite(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest magnitude of `x`, passing over NaN (FP32 scalar); count of NaN and infinity (int64).
+
+    Args:
+        x: BF16, FP16 or FP32 on the CPU, any shape.
+    """
+    x, dtype = _prepare(x)
+    amax, nonfinite = torch.empty((), dtype=torch.float32), torch.empty((), dtype=torch.int64)
+    _library().amax_and_nonfinite(
+        x.data_ptr(),
+        dtype,
+        x.numel(),
+        amax.data_ptr(),
+        nonfinite.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return amax, nonfinite
+
+
+def quantize(
+    x_RK: Tensor,
+    *,
+    element: str,
+    block: tuple[int, int],
+    scale: str,
+    scale_dtype: torch.dtype,
+    scale_rounding: str,
+    factors: tuple[float, float, float],
+    random: Sequence[int] | None,
+    offset: int,
+) -> tuple[Tensor, Tensor]:
+    """Codes and plain block scales of a matrix.
+
+    Args:
+        x_RK: BF16, FP16 or FP32 on the CPU; an even K where element is "e2m1".
+        element, block, scale, scale_dtype, scale_rounding: as in `quant.formats.Format`.
+        factors: NVFP4's power of two that comes first, the decode scale that remains, and the
+            multiplier of a block's amax; anything for the other formats.
+        random: two key words and three counter words of Philox, or None for nearest rounding.
+        offset: index of the first element in the counters.
+
+    Returns:
+        uint8 [R, K/2] or [R, K], and the scales [R, B].
+    """
+    x_RK, dtype = _prepare(x_RK)
+    rows, columns = x_RK.shape
+    bits = 4 if element == "e2m1" else 8
+    codes = torch.empty(rows, columns * bits // 8, dtype=torch.uint8)
+    scales = torch.empty(rows, -(-columns // block[1]), dtype=scale_dtype)
+    words = None if random is None else (ctypes.c_uint32 * 5)(*random)
+    _library().quantize(
+        x_RK.data_ptr(),
+        dtype,
+        rows,
+        columns,
+        _ELEMENTS[element],
+        _scale_kind(scale, scale_rounding),
+        int(scale_rounding == "up"),
+        *block,
+        *factors,
+        words,
+        offset,
+        codes.data_ptr(),
+        scales.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return codes, scales
+
+
+def dequantize(
+    codes_RK: Tensor,
+    scales_RB: Tensor,
+    *,
+    element: str,
+    block: tuple[int, int],
+    scale: str,
+    columns: int,
+    global_scale: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The values [R, K] of codes with their scales, times `global_scale`, rounded to `dtype`."""
+    codes_RK, scales_RB = codes_RK.contiguous(), scales_RB.contiguous()
+    out_dtype = dtype if dtype in _DTYPES else torch.float32
+    out = torch.empty(codes_RK.shape[0], columns, dtype=out_dtype)
+    _library().dequantize(
+        codes_RK.data_ptr(),
+        scales_RB.data_ptr(),
+        _ELEMENTS[element],
+        _scale_kind(scale, "nearest"),
+        block[1],
+        out.shape[0],
+        columns,
+        global_scale,
+        _DTYPES[out_dtype],
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out.to(dtype)
+
+
+def rht_transpose(
+    x_TK: Tensor, signs: Sequence[int]
+) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+    """The RHT along the tokens in tiles of `len(signs)` (16 or 32), transposed.
+
+    Returns:
+        BF16 [K, T rounded up to whole tiles]; the amax of x and of the result (FP32 scalars); the
+        count of x's NaN and infinity (int64 scalar).
+    """
+    x_TK, dtype = _prepare(x_TK)
+    tokens, columns = x_TK.shape
+    size = len(signs)
+    y_KT = torch.empty(columns, -(-tokens // size) * size, dtype=torch.bfloat16)
+    amax, nonfinite = torch.empty(2, dtype=torch.float32), torch.empty((), dtype=torch.int64)
+    _library().rht_transpose(
+        x_TK.data_ptr(),
+        dtype,
+        tokens,
+        columns,
+        size,
+        (ctypes.c_float * size)(*signs),
+        y_KT.data_ptr(),
+        amax.data_ptr(),
+        nonfinite.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return y_KT, (amax[0], amax[1]), nonfinite

@@ -1,0 +1,174 @@
+"""The Mamba-2 mixer (arXiv 2405.21060), with documents kept apart.
+
+Legend: B batch, T tokens, D hidden size, H heads, P head dim, G groups, N state size,
+I = H P inner width, C = I + 2 G N convolution channels, K convolution taps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from model.backends import mamba_kernels
+from model.config import ModelConfig
+from model.layers import Linear
+from model.packing import Packing
+from model.ssd import chunked_scan, step_scan
+
+
+@dataclass
+class MambaCache:
+    """A mixer's memory between generated tokens: the last K - 1 convolution inputs, the state."""
+
+    conv_BKC: Tensor
+    state_BHPN: Tensor
+
+
+class CausalConv(nn.Module):
+    """Depthwise causal convolution with bias, then SiLU; never across documents."""
+
+    def __init__(self, channels: int, taps: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, taps, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.empty(channels, dtype=torch.float32))
+
+    def forward(self, x_BTC: Tensor, packing: Packing) -> Tensor:
+        """[B, T, C] -> [B, T, C], same dtype."""
+        kernels = mamba_kernels(x_BTC.device, x_BTC.dtype)
+        weight, bias = self.weight.to(x_BTC.dtype), self.bias.to(x_BTC.dtype)
+        if kernels:
+            return kernels.conv(
+                x_BTC.transpose(1, 2), weight, bias, seq_idx=packing.seq_idx_BT, activation="silu"
+            ).transpose(1, 2)
+        taps = weight.shape[1]
+        y_BTC = x_BTC * weight[:, -1] + bias
+        for lag in range(1, min(taps, x_BTC.shape[1])):
+            shifted = x_BTC[:, :-lag]
+            mask = packing.conv_mask(lag)
+            if mask is not None:
+                shifted = shifted * mask.to(x_BTC.dtype)
+            y_BTC = y_BTC + F.pad(shifted * weight[:, -1 - lag], (0, 0, lag, 0))
+        return F.silu(y_BTC)
+
+    def step(self, x_BC: Tensor, cache_BKC: Tensor) -> tuple[Tensor, Tensor]:
+        """One token: outputs [B, C] and the inputs to remember [B, K - 1, C]."""
+        window_BKC = torch.cat([cache_BKC, x_BC[:, None]], dim=1)
+        weight, bias = self.weight.to(x_BC.dtype), self.bias.to(x_BC.dtype)
+        return F.silu((window_BKC * weight.t()).sum(dim=1) + bias), window_BKC[:, 1:]
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm of ``y * silu(z)`` over each group's channels apart, in FP32."""
+
+    def __init__(self, size: int, groups: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32))
+        self.groups = groups
+        self.eps = eps
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        """y (FP32 or wider), z [..., I] -> [..., I] in z's dtype."""
+        gated = (y * F.silu(z.to(y.dtype))).unflatten(-1, (self.groups, -1))
+        scale = torch.rsqrt(gated.square().mean(dim=-1, keepdim=True) + self.eps)
+        return ((gated * scale).flatten(-2) * self.weight.to(y.dtype)).to(z.dtype)
+
+
+class Mamba2(nn.Module):
+    """in -> (z, x, B, C, dt) -> convolution -> scan -> gated norm -> out."""
+
+    def __init__(self, config: ModelConfig, recompute_core: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.recompute_core = recompute_core
+        inner, heads = config.mamba_inner_size, config.mamba_num_heads
+        self.in_zxbc = Linear(config.hidden_size, inner + config.mamba_conv_size)
+        self.in_dt = Linear(config.hidden_size, heads)
+        self.conv = CausalConv(config.mamba_conv_size, config.mamba_conv_kernel)
+        self.dt_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.D = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.norm = GatedRMSNorm(inner, config.mamba_num_groups, config.norm_eps)
+        self.out = Linear(inner, config.hidden_size)
+
+    def forward(self, x_BTD: Tensor, packing: Packing, cache: MambaCache | None = None) -> Tensor:
+        """[B, T, D] -> [B, T, D]; fills ``cache``, where given, for ``step``."""
+        zxbc, dt = self.in_zxbc(x_BTD), self.in_dt(x_BTD)
+        if self.recompute_core and torch.is_grad_enabled():
+            core = checkpoint(
+                self.core, zxbc, dt, packing, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            core = self.core(zxbc, dt, packing, cache)
+        return self.out(core)
+
+    def core(
+        self, zxbc: Tensor, dt: Tensor, packing: Packing, cache: MambaCache | None = None
+    ) -> Tensor:
+        """What lies between the linears: [B, T, I + C] and [B, T, H] -> [B, T, I]."""
+        z, xbc = zxbc.split([self.config.mamba_inner_size, self.config.mamba_conv_size], dim=-1)
+        x, b, c = self._split_heads(self.conv(xbc, packing))
+        y, state = self._scan(x, self._time_step(dt), b, c, packing, cache is not None)
+        if cache is not None:
+            assert state is not None
+            cache.state_BHPN = state
+            cache.conv_BKC = self._conv_tail(xbc, packing)
+        return self.norm(y.flatten(-2), z)
+
+    def _scan(
+        self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, packing: Packing, with_state: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        kernels = mamba_kernels(x.device, x.dtype)
+        A, D = -torch.exp(self.A_log.to(dt.dtype)), self.D.to(dt.dtype)
+        if kernels:
+            y = kernels.scan(
+                x,
+                dt,
+                A,
+                b,
+                c,
+                self.config.mamba_chunk_size,
+                D=D,
+                seq_idx=packing.seq_idx_BT,
+                return_final_states=with_state,
+            )
+            y, state = y if with_state else (y, None)
+            return y.float(), state
+        x, b, c = x.to(dt.dtype), b.to(dt.dtype), c.to(dt.dtype)
+        return chunked_scan(x, dt, A, b, c, D, packing.chunks(self.config.mamba_chunk_size))
+
+    def step(self, x_BD: Tensor, cache: MambaCache) -> Tensor:
+        """One token: [B, D] -> [B, D]; updates ``cache``."""
+        zxbc, dt = self.in_zxbc(x_BD), self.in_dt(x_BD)
+        z, xbc = zxbc.split([self.config.mamba_inner_size, self.config.mamba_conv_size], dim=-1)
+        xbc, cache.conv_BKC = self.conv.step(xbc, cache.conv_BKC)
+        dt = self._time_step(dt)
+        x, b, c = (part.to(dt.dtype) for part in self._split_heads(xbc))
+        A, D = -torch.exp(self.A_log.to(dt.dtype)), self.D.to(dt.dtype)
+        y, cache.state_BHPN = step_scan(x, dt, A, b, c, D, cache.state_BHPN)
+        return self.out(self.norm(y.flatten(-2), z))
+
+    def _time_step(self, dt: Tensor) -> Tensor:
+        """softplus(dt + dt_bias), clamped at ``dt_floor``: FP32, or FP64 for FP64 inputs."""
+        wide = torch.promote_types(dt.dtype, torch.float32)
+        dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
+        return dt.clamp(min=self.config.dt_floor) if self.config.dt_floor else dt
+
+    def _split_heads(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[..., C] -> x [..., H, P], B and C [..., G, N]."""
+        config = self.config
+        group_size = config.mamba_num_groups * config.mamba_state_size
+        x, b, c = xbc.split([config.mamba_inner_size, group_size, group_size], dim=-1)
+        per_group = (config.mamba_num_groups, config.mamba_state_size)
+        return x.unflatten(-1, (config.mamba_num_heads, -1)), *(
+            part.unflatten(-1, per_group) for part in (b, c)
+        )
+
+    def _conv_tail(self, xbc_BTC: Tensor, packing: Packing) -> Tensor:
+        """The last K - 1 inputs [B, K - 1, C], zero where they precede the last document."""
+        seq, taps = packing.seq_idx_BT, self.config.mamba_conv_kernel - 1
+        masked = xbc_BTC * (seq == seq[:, -1:])[..., None]
+        return F.pad(masked[:, -taps:], (0, 0, max(0, taps - seq.shape[1]), 0))

@@ -1,0 +1,1 @@
+"""The pipeline: command line and stages, from a corpus to an evaluated checkpoint."""

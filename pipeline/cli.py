@@ -1,0 +1,107 @@
+"""The command line: a verb, then Hydra overrides.
+
+The verb is popped from the arguments and the rest goes to a `@hydra.main` function, so that config
+groups, `+experiment=`, `--cfg job` and `--multirun` are Hydra's own. Whatever the user got wrong
+ends with one clear message and exit code 2, never a traceback. Neither torch nor Ray is imported
+before a verb runs: help answers at once.
+
+Exit codes: 0 done, 2 the user's mistake, 1 a failure, 75 try again (interrupted, resumable).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from pipeline.config import ConfigError, nearest
+from pipeline.help import VERBS, explain_override, main_help, verb_help
+
+USER_MISTAKE, FAILURE, TRY_AGAIN = 2, 1, 75
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run one verb and exit with its code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in {"-h", "--help", "help"}:
+        print(main_help())
+        sys.exit(0 if arguments else USER_MISTAKE)
+    verb, overrides = arguments[0], [_courtesy(item) for item in arguments[1:]]
+    if verb not in VERBS:
+        _fail(f"no verb {verb!r}; {nearest(verb, VERBS)}")
+    if any(item in {"-h", "--help"} for item in overrides):
+        print(verb_help(verb))
+        sys.exit(0)
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises; this function words the message
+    sys.argv = [f"pipeline {verb}", *overrides]
+    try:
+        _compose_and_call(verb)
+    except ConfigError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(TRY_AGAIN)
+    except SystemExit:
+        raise
+    except Exception as error:
+        mistake = _composition_mistake(error, overrides)
+        if mistake:
+            _fail(mistake)
+        traceback.print_exc()
+        print(f"\npipeline {verb} failed: {error}", file=sys.stderr)
+        sys.exit(FAILURE)
+    sys.exit(0)
+
+
+def _compose_and_call(verb: str) -> None:
+    """Let Hydra compose, call the verb, and raise what it raised without Hydra's own words."""
+    import hydra
+    from omegaconf import DictConfig, OmegaConf
+
+    errors: list[BaseException] = []
+
+    @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
+    def run(composed: DictConfig) -> None:
+        from hydra.core.hydra_config import HydraConfig
+
+        settings = HydraConfig.get()
+        raw: Any = OmegaConf.to_container(composed, resolve=True)
+        choices = settings.runtime.choices
+        raw["experiment"] = choices.get("experiment")
+        try:
+            _verb_function(verb)(raw, list(settings.overrides.task))
+        except BaseException as error:  # raised again below, once Hydra has returned
+            errors.append(error)
+
+    run()
+    if errors:
+        raise errors[0]
+
+
+def _verb_function(verb: str) -> Callable[[dict[str, Any], list[str]], None]:
+    from pipeline import verbs
+
+    return getattr(verbs, verb)
+
+
+def _courtesy(override: str) -> str:
+    """`experiment=x` means `+experiment=x`: the group has no default to replace."""
+    return f"+{override}" if override.startswith("experiment=") else override
+
+
+def _composition_mistake(error: Exception, overrides: list[str]) -> str | None:
+    """What to tell the user where Hydra or OmegaConf refused the configuration."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        return None
+    hints = [hint for item in overrides if (hint := explain_override(item))]
+    return "\n".join(hints) or str(error)
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(USER_MISTAKE)

@@ -1,0 +1,313 @@
+"""The configuration as frozen dataclasses: what Hydra composes is checked once and becomes these.
+
+Workers receive these objects, never a Hydra configuration (nothing is left to interpolate). Every
+mistake raises `ConfigError` with the key's full path and what would be right; `pipeline` prints it
+without a traceback and exits with 2. Amounts of training are counted in tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+STAGES = ("prepare", "train", "eval", "report")
+
+
+class ConfigError(ValueError):
+    """A mistake of the user's: the message names the key, the cause and the way out."""
+
+
+def nearest(word: str, known: typing.Iterable[str]) -> str:
+    """' Did you mean a, b?', or the list of all that is known when nothing is near."""
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One domain of text. `builtin` sources need no files: `python`, `prose`, `mathematics`."""
+
+    builtin: str | None = None
+    uris: tuple[str, ...] = ()  # files, folders or globs; any file system that pyarrow reads
+    format: str = "text"  # text | jsonl | parquet
+    text_column: str = "text"
+    max_bytes: int | None = None  # cap on the text taken, in whole documents
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """A byte-level BPE trained on the training text (`path` None), or a tokenizer.json to load."""
+
+    vocab_size: int = 4096  # with the end-of-document token
+    path: str | None = None
+    eos_token: str = "<|endoftext|>"
+    training_bytes: int = 8_000_000  # text sampled evenly from the sources to train it on
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Sources, tokenizer, hold-out and shards of a prepared corpus."""
+
+    name: str
+    sources: Mapping[str, SourceConfig]
+    tokenizer: TokenizerConfig
+    holdout_fraction: float = 0.01  # share of documents, by content hash
+    holdout_max_bytes: int = 150_000  # per source, so that evaluation stays quick
+    shard_tokens: int = 16_777_216  # tokens a shard, about
+    mixture_block: int = 1024  # units over which a blend's fractions hold
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """The architecture, by the names of `model.ModelConfig` (which validates the combination)."""
+
+    pattern: str
+    vocab_size: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_kv_heads: int
+    attention_head_dim: int
+    mamba_num_heads: int
+    mamba_head_dim: int
+    mamba_state_size: int
+    mamba_num_groups: int
+    mamba_conv_kernel: int = 4
+    mamba_chunk_size: int = 128
+    rope_theta: float | None = None
+    tie_embeddings: bool = False
+    init_std: float = 0.02
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """The recipe of `quant.recipe` and the blocks that stay in BF16 at both ends.
+
+    `first` and `last` count blocks, or give a share of them when below 1.
+    """
+
+    recipe: str
+    first: float = 1
+    last: float = 1
+
+
+@dataclass(frozen=True)
+class PhaseConfig:
+    """One entry of the run's single list of phases; what it leaves out goes on as before.
+
+    `start` is in tokens or a share of the run such as "70%". `learning_rate: decay` starts the
+    decay to `train.final_learning_rate`, which ends with the run. `precision` is `recipe`, `bf16`
+    or `bf16_forward`. A boundary forces a checkpoint.
+    """
+
+    start: str | int = 0
+    blend: Mapping[str, float] | None = None
+    sequence_length: int | None = None
+    learning_rate: str | None = None
+    precision: str | None = None
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Batches, schedule and optimizer. A unit is one row of the longest phase's length."""
+
+    tokens: int
+    sequence_length: int
+    global_batch: int  # units per optimizer step
+    micro_batch: int  # units per forward and backward: part of the numerics
+    phases: tuple[PhaseConfig, ...]
+    learning_rate: float
+    final_learning_rate: float
+    warmup_tokens: int
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    clip_norm: float = 1.0
+    checkpoint_every_tokens: int = 0  # 0: at phase boundaries and at the end only
+    keep_checkpoints: int = 3
+    validate_every_tokens: int = 0
+    validation_tokens: int = 65_536
+    log_every_steps: int = 1
+    statistics_every_steps: int = 0
+    activation_checkpointing: str = "none"
+    max_skipped_steps: int = 10
+
+
+@dataclass(frozen=True)
+class EvalsConfig:
+    """What the eval stage measures beside the loss of each domain."""
+
+    tasks: tuple[str, ...] = ("continuation",)
+    num_questions: int = 300
+    batch_size: int = 32
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """Where MLflow keeps runs. `uri` None: a SQLite store under the root folder."""
+
+    experiment: str = "nvfp4-pretrain"
+    uri: str | None = None
+    offline: bool = False  # train without the store; `pipeline track run=...` sends it later
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Who computes. `workers` 0: in this process (Ray Train's local mode)."""
+
+    workers: int = 0
+    cpus_per_worker: float = 1
+    gpus_per_worker: int = 0
+    accelerator: str | None = None  # for example B200; named in the plan and checked at start
+    address: str | None = None  # an existing Ray cluster
+    max_failures: int = 3
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that a run depends on."""
+
+    root: str
+    stages: tuple[str, ...]
+    seed: int
+    model: ModelSection
+    precision: PrecisionConfig
+    data: DataConfig
+    train: TrainConfig
+    evals: EvalsConfig
+    tracking: TrackingConfig
+    cluster: ClusterConfig
+    run: str | None = None  # the id or `latest`: what eval, report and status work on
+    resume: str | bool = False  # true, or the id of the run to go on with
+    experiment: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, the inverse of `from_dict`."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    def fingerprint(self) -> str:
+        """Hash of what decides the trained weights and their data: two runs alike share it."""
+        decisive = {
+            name: section
+            for name, section in self.to_dict().items()
+            if name in {"seed", "model", "precision", "data", "train"}
+        }
+        for name in ("checkpoint_every_tokens", "keep_checkpoints", "log_every_steps"):
+            decisive["train"].pop(name)
+        return digest(decisive)
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a JSON value in canonical form."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def from_dict(raw: Mapping[str, Any]) -> Config:
+    """Build and validate a `Config`. Raises `ConfigError`."""
+    config = _build(Config, raw, "")
+    validate(config)
+    return config
+
+
+def _build(kind: Any, value: Any, path: str) -> Any:
+    """`value` as an instance of `kind`; keys, types and missing entries are checked by path."""
+    if dataclasses.is_dataclass(kind):
+        return _build_dataclass(typing.cast(type, kind), value, path)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in arguments:
+            return None
+        options = [option for option in arguments if option is not type(None)]
+        for option in options:
+            if type(value) is option:
+                return value
+        return _build(options[-1], value, path)
+    if origin is tuple:
+        if isinstance(value, str) or not isinstance(value, typing.Sequence):
+            raise ConfigError(f"{path}: expected a list, got {value!r}")
+        return tuple(_build(arguments[0], item, f"{path}[{i}]") for i, item in enumerate(value))
+    if origin is Mapping or (isinstance(origin, type) and issubclass(origin, Mapping)):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path}: expected names with values, got {value!r}")
+        return {
+            str(key): _build(arguments[1], item, f"{path}.{key}") for key, item in value.items()
+        }
+    return _scalar(kind, value, path)
+
+
+def _build_dataclass(kind: type, value: Any, path: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{path or 'configuration'}: expected keys with values, got {value!r}")
+    hints = typing.get_type_hints(kind)
+    fields = {item.name: item for item in dataclasses.fields(kind)}
+    prefix = f"{path}." if path else ""
+    for key in value:
+        if key not in fields:
+            raise ConfigError(f"{prefix}{key}: no such key; {nearest(str(key), fields)}")
+    required = (
+        name
+        for name, item in fields.items()
+        if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+    )
+    for name in required:
+        if value.get(name) is None:
+            raise ConfigError(f"{prefix}{name}: missing; set {prefix}{name}=...")
+    built = {key: _build(hints[key], item, f"{prefix}{key}") for key, item in value.items()}
+    return kind(**built)
+
+
+def _scalar(kind: type, value: Any, path: str) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if type(value) is not kind:
+        raise ConfigError(f"{path}: expected {kind.__name__}, got {value!r}")
+    return value
+
+
+def validate(config: Config) -> None:
+    """Checks between keys that need neither torch nor the corpus. Raises `ConfigError`."""
+    train = config.train
+    for stage in config.stages:
+        if stage not in STAGES:
+            raise ConfigError(f"stages: no stage {stage!r}; {nearest(stage, STAGES)}")
+    positive = {
+        "train.tokens": train.tokens,
+        "train.sequence_length": train.sequence_length,
+        "train.global_batch": train.global_batch,
+        "train.micro_batch": train.micro_batch,
+        "train.learning_rate": train.learning_rate,
+        "train.log_every_steps": train.log_every_steps,
+        "train.keep_checkpoints": train.keep_checkpoints,
+        "data.shard_tokens": config.data.shard_tokens,
+    }
+    for name, number in positive.items():
+        if number <= 0:
+            raise ConfigError(f"{name}: must be above 0, got {number}")
+    if train.global_batch % train.micro_batch:
+        raise ConfigError(
+            f"train.global_batch={train.global_batch} is not a multiple of "
+            f"train.micro_batch={train.micro_batch}; the micro-batch is part of the numerics, so "
+            "choose a global batch that it divides"
+        )
+    if not config.data.sources:
+        raise ConfigError("data.sources: empty; name at least one source of text")
+    for name, source in config.data.sources.items():
+        if (source.builtin is None) == (not source.uris):
+            raise ConfigError(f"data.sources.{name}: set either builtin=... or uris=[...]")
+    if not 0 < config.data.holdout_fraction < 1:
+        raise ConfigError(
+            f"data.holdout_fraction: must lie between 0 and 1, got {config.data.holdout_fraction}"
+        )

@@ -1,0 +1,227 @@
+"""Prepared corpora on disk: token shards, held-out documents, the tokenizer and their manifest.
+
+    <name>-<hash>/
+      manifest.json               format version, counts, checksums, content hash
+      tokenizer.json
+      <source>-00000.tokens       token ids, little-endian uint16 (uint32 above 65536 ids)
+      <source>-00000.offsets      uint64: where each document starts, then the number of tokens
+      holdout/<source>.tokens, .offsets     documents never trained on, in the same form
+      holdout/<source>.jsonl                their texts: {"text": ..., "reserved": ...}
+
+Every document ends with one end-of-document token. A source is one stream of tokens over its
+shards; unit r of length L is tokens r*L .. (r+1)*L, with one more token read as the last label.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.config import ConfigError, digest, nearest
+from pipeline.data.tokenizer import TOKENIZER_FILE, read_token_bytes
+
+FORMAT = "token-shards"
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+_REMEDY = "delete the folder and run prepare again"
+
+
+class DataError(ConfigError):
+    """A prepared corpus that cannot be used: the message names the file and the way out."""
+
+
+class Dataset:
+    """A prepared corpus, its shards mapped into memory. Safe to read from several threads."""
+
+    def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.tokenizer_path = folder / TOKENIZER_FILE
+        self.eos_id: int = manifest["tokenizer"]["eos_id"]
+        self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
+        self.dtype = token_dtype(self.vocab_size)
+
+    @classmethod
+    def open(cls, folder: Path | str) -> Dataset:
+        """Read the manifest and check that every file has its size. Raises `DataError`."""
+        dataset = cls(Path(folder), read_manifest(Path(folder)))
+        verify(dataset)
+        return dataset
+
+    @property
+    def content_hash(self) -> str:
+        """SHA-256 of tokenizer, shards and held-out documents: equal hash, equal training data."""
+        return self.manifest["content_hash"]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the sources, in the configuration's order."""
+        return tuple(self.manifest["sources"])
+
+    def num_tokens(self, source: str) -> int:
+        """Tokens of the training part, end-of-document tokens included."""
+        return self._source(source)["tokens"]
+
+    def num_units(self, source: str, unit_length: int) -> int:
+        """Whole units in the source; the last one's last label needs a token after it."""
+        return max(0, self.num_tokens(source) - 1) // unit_length
+
+    def read(self, source: str, start: int, count: int) -> NDArray[np.unsignedinteger]:
+        """`count` consecutive tokens of a source's stream from `start` on, across shards."""
+        if not 0 <= start <= start + count <= self.num_tokens(source):
+            raise ValueError(
+                f"source {source} has {self.num_tokens(source)} tokens; "
+                f"{start}..{start + count} reaches outside"
+            )
+        borders, shards = self._streams[source]
+        out = np.empty(count, dtype=self.dtype)
+        filled = 0
+        shard = int(np.searchsorted(borders, start, side="right")) - 1
+        while filled < count:
+            begin = start + filled - borders[shard]
+            part = shards[shard][begin : begin + count - filled]
+            out[filled : filled + len(part)] = part
+            filled, shard = filled + len(part), shard + 1
+        return out
+
+    def holdout(self, source: str) -> NDArray[np.unsignedinteger]:
+        """The held-out token stream: documents chosen by hash. Reserved ones are not in it."""
+        return _map(self.folder / self._source(source)["holdout"]["file"], self.dtype)
+
+    def holdout_documents(self, source: str) -> list[dict[str, Any]]:
+        """Held-out documents as {"text": str, "reserved": bool}: the stream's, then reserved ones.
+
+        A reserved document is of a kind that no training document is.
+        """
+        path = self.folder / self._source(source)["holdout"]["texts"]["file"]
+        with path.open(encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines]
+
+    def token_bytes(self) -> NDArray[np.int64]:
+        """Bytes of text that each id stands for [vocab_size]; 0 for special tokens."""
+        return read_token_bytes(self.tokenizer_path)
+
+    @cached_property
+    def _streams(self) -> dict[str, tuple[NDArray[np.int64], list[np.ndarray]]]:
+        """For each source, the position of each shard in the stream, and the mapped shards."""
+        return {
+            name: (
+                np.cumsum([0, *(shard["tokens"] for shard in entry["shards"])]),
+                [_map(self.folder / shard["file"], self.dtype) for shard in entry["shards"]],
+            )
+            for name, entry in self.manifest["sources"].items()
+        }
+
+    def _source(self, source: str) -> dict[str, Any]:
+        entries = self.manifest["sources"]
+        if source not in entries:
+            raise DataError(f"{self.folder}: no source {source!r}; {nearest(source, entries)}")
+        return entries[source]
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
+    """The type that ids are stored in."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a prepared corpus. Raises `DataError` if absent, damaged or another format."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path}: missing, so this is no prepared corpus; run prepare") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: unreadable ({error}); {_REMEDY}") from None
+    found = (manifest.get("format"), manifest.get("version")) if manifest else None
+    if found != (FORMAT, FORMAT_VERSION):
+        raise DataError(
+            f"{path}: the format is {found}, this program reads {(FORMAT, FORMAT_VERSION)}; "
+            "prepare the corpus again, or use the program that wrote it"
+        )
+    if manifest["content_hash"] != content_hash(manifest):
+        raise DataError(f"{path}: does not match its own content hash; {_REMEDY}")
+    return manifest
+
+
+def content_hash(manifest: Mapping[str, Any]) -> str:
+    """Hash of what the corpus is, leaving out how, when and by whom it was made."""
+    return digest(
+        {key: value for key, value in manifest.items() if key not in ("content_hash", "made_by")}
+    )
+
+
+def verify(dataset: Dataset, deep: bool = False) -> None:
+    """Check every file's size, and with `deep` its SHA-256. Raises `DataError`."""
+    for entry in _files(dataset.manifest):
+        path = dataset.folder / entry["file"]
+        try:
+            size = path.stat().st_size
+        except OSError:
+            raise DataError(f"{path}: missing; {_REMEDY}") from None
+        if size != entry["size"]:
+            raise DataError(f"{path}: has {size} bytes, not {entry['size']}; {_REMEDY}")
+        if deep and file_sha256(path) != entry["sha256"]:
+            raise DataError(f"{path}: damaged, its SHA-256 differs from the manifest's; {_REMEDY}")
+
+
+def write_documents(
+    folder: Path, stem: str, documents: Iterable[np.ndarray], vocab_size: int
+) -> dict[str, Any]:
+    """Write `<stem>.tokens` and `.offsets` from documents that end with EOS; the manifest's entry.
+
+    File names in it are relative to `folder`.
+    """
+    offsets, total = [0], 0
+    first: int | None = None
+    last: int | None = None
+    with (folder / f"{stem}.tokens").open("wb") as file:
+        for document in documents:
+            ids = np.asarray(document, dtype=token_dtype(vocab_size))
+            file.write(ids.tobytes())
+            total += len(ids)
+            offsets.append(total)
+            first, last = int(ids[0]) if first is None else first, int(ids[-1])
+    (folder / f"{stem}.offsets").write_bytes(np.asarray(offsets, dtype="<u8").tobytes())
+    return {
+        **describe_file(folder, f"{stem}.tokens"),
+        "tokens": total,
+        "documents": len(offsets) - 1,
+        "first_id": first,
+        "last_id": last,
+        "offsets": describe_file(folder, f"{stem}.offsets"),
+    }
+
+
+def describe_file(folder: Path, name: str) -> dict[str, Any]:
+    """What the manifest says of a file: name, size in bytes and SHA-256."""
+    path = folder / name
+    return {"file": name, "size": path.stat().st_size, "sha256": file_sha256(path)}
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _files(manifest: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    """Every entry of the manifest that describes a file."""
+    yield manifest["tokenizer"]
+    for source in manifest["sources"].values():
+        for entry in [*source["shards"], source["holdout"]]:
+            yield entry
+            yield entry["offsets"]
+        yield source["holdout"]["texts"]
+
+
+def _map(path: Path, dtype: np.dtype[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+    if not path.stat().st_size:
+        return np.empty(0, dtype=dtype)
+    return np.memmap(path, dtype=dtype, mode="r")

@@ -1,0 +1,153 @@
+"""Help texts made from the `conf/` folder, and hints on misspelt overrides. Light to import."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import nearest
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+
+VERBS = {
+    "run": "all stages: prepare a corpus, train, evaluate, report",
+    "prepare": "tokenize and pack the corpus; reused while its inputs are unchanged",
+    "train": "prepare where needed, then train",
+    "eval": "evaluate a run's checkpoint again: eval run=<id|latest>",
+    "report": "write a run's report again: report run=<id|latest>",
+    "status": "a run at a glance: status run=<id|latest>",
+    "track": "send a run's metrics to MLflow that could not be sent before: track run=<id|latest>",
+}
+
+EXAMPLES = {
+    "run": (
+        ("run", "the default: a tiny hybrid on this machine, in minutes"),
+        ("run precision=bf16", "another precision"),
+        ("run train.tokens=500_000", "shorter"),
+        ("run 'stages=[prepare,train]'", "some stages"),
+        ("run resume=true", "go on with the interrupted run of the same configuration"),
+        ("run +experiment=12b_nvfp4", "the paper's 12B"),
+        ("run --cfg job", "print the resolved configuration and stop"),
+        ("run -m precision=bf16,nvfp4", "one run after the other"),
+    ),
+    "prepare": (("prepare data=builtin", "prepare the default corpus"),),
+    "train": (("train precision=fp8", "without evaluation and report"),),
+    "eval": (
+        ("eval run=latest", "evaluate the newest run again"),
+        ("eval run=latest evals.num_questions=1000", "with other settings"),
+    ),
+    "report": (("report run=latest", "write the report again"),),
+    "status": (("status run=latest", "where the newest run stands"),),
+    "track": (("track run=latest", "catch up with the tracking store"),),
+}
+
+
+def groups() -> dict[str, list[str]]:
+    """Each config group with its choices."""
+    return {
+        folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
+        for folder in sorted(CONF.iterdir())
+        if folder.is_dir() and not folder.name.startswith("_")
+    }
+
+
+def experiments() -> dict[str, str]:
+    """Each experiment with its first comment line."""
+    described = {}
+    for path in sorted((CONF / "experiment").glob("*.yaml")):
+        comments = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ")]
+        described[path.stem] = next(line for line in comments if not line.startswith("@package"))
+    return described
+
+
+def main_help() -> str:
+    """What `python -m pipeline --help` prints."""
+    return "\n".join(
+        [
+            "usage: python -m pipeline <verb> [key=value ...]",
+            "",
+            "Pre-train hybrid Mamba-Transformer language models in 4 bits (NVFP4).",
+            "",
+            *_table("verbs", VERBS.items()),
+            *_group_lines(),
+            *_table("examples", ((f"python -m pipeline {a}", b) for a, b in EXAMPLES["run"])),
+            "python -m pipeline <verb> --help tells more of one verb.",
+        ]
+    )
+
+
+def verb_help(verb: str) -> str:
+    """What `python -m pipeline <verb> --help` prints."""
+    return "\n".join(
+        [
+            f"usage: python -m pipeline {verb} [key=value ...]",
+            "",
+            f"{verb}: {VERBS[verb]}",
+            "",
+            *_table("examples", ((f"python -m pipeline {a}", b) for a, b in EXAMPLES[verb])),
+            *_group_lines(),
+            *_table("keys (defaults)", sorted(_flat(_defaults()).items())),
+        ]
+    )
+
+
+def explain_override(override: str) -> str | None:
+    """A hint where an override names no key, group or choice that exists, else None."""
+    name, separator, value = override.lstrip("+~").partition("=")
+    if override.startswith("-") or not separator:
+        return None
+    choices = groups()
+    if name in choices:
+        if "," in value or value in choices[name] or value == "null":
+            return None
+        return f"{name}={value}: no such choice of {name}; {nearest(value, choices[name])}"
+    known = _flat(_defaults())
+    if name in known or name.startswith("hydra.") or override.startswith("+"):
+        return None
+    if any(key.startswith(f"{name}.") for key in known):
+        return None
+    if any(name.startswith(f"{key}.") for key in known):
+        return None
+    return f"{name}: no such key; {nearest(name, [*known, *choices])}"
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """The default configuration, unresolved, read from the files with no Hydra."""
+    import yaml
+
+    main = yaml.safe_load((CONF / "config.yaml").read_text())
+    composed = {k: v for k, v in main.items() if k not in {"defaults", "hydra"}}
+    for entry in main["defaults"]:
+        if isinstance(entry, dict):
+            for group, choice in entry.items():
+                if not group.startswith("override"):
+                    composed[group] = yaml.safe_load((CONF / group / f"{choice}.yaml").read_text())
+    return composed
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _group_lines() -> list[str]:
+    described = ((name, ", ".join(choices)) for name, choices in groups().items())
+    return [
+        *_table(
+            "groups (choose with group=choice)", (g for g in described if g[0] != "experiment")
+        ),
+        *_table("experiments (choose with +experiment=name)", experiments().items()),
+    ]
+
+
+def _table(title: str, rows: Any) -> list[str]:
+    rows = [(str(left), str(right)) for left, right in rows]
+    width = min(max(len(left) for left, _ in rows), 48)
+    return [f"{title}:", *(f"  {left:<{width}}  {right}" for left, right in rows), ""]

@@ -1,0 +1,119 @@
+"""Checks before any work: everything that can be known to be missing is told at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pipeline.config import Config, ConfigError
+from pipeline.runs import root_folder
+
+MINIMUM_FREE_BYTES = 500_000_000
+
+
+def check(config: Config, stages: tuple[str, ...]) -> None:
+    """Raise one `ConfigError` that lists all that is wrong or missing for these stages."""
+    problems = [
+        *_caught(lambda: _check_root(root_folder(config))),
+        *_caught(lambda: _check_sources(config)),
+        *_caught(lambda: _check_training(config)),
+    ]
+    if "train" in stages and not problems:
+        problems += _caught(lambda: _check_precision(config))
+    if "train" in stages:
+        problems += list(_hardware_problems(config))
+    if problems:
+        raise ConfigError("this run cannot start:\n  - " + "\n  - ".join(problems))
+
+
+def _caught(checker: Callable[[], None]) -> list[str]:
+    try:
+        checker()
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def _check_root(root: Path) -> None:
+    """The output folder can be made and written, and its disk has room."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe = root / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"root={root}: cannot be written ({error.strerror}); choose another with root=..."
+        ) from error
+    free = shutil.disk_usage(root).free
+    if free < MINIMUM_FREE_BYTES:
+        raise ConfigError(
+            f"root={root}: {free / 1e9:.2f} GB free, a run needs at least "
+            f"{MINIMUM_FREE_BYTES / 1e9:.1f} GB; free some or choose another with root=..."
+        )
+
+
+def _check_sources(config: Config) -> None:
+    from pipeline.data.sources import check_sources
+
+    check_sources(config.data)
+    path = config.data.tokenizer.path
+    if path and not Path(path).is_file():
+        raise ConfigError(f"data.tokenizer.path={path}: no such file")
+
+
+def _check_training(config: Config) -> None:
+    from pipeline.train.schedule import Schedule
+
+    Schedule.of(config.train, tuple(config.data.sources))
+    if config.model.vocab_size < config.data.tokenizer.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's "
+            f"{config.data.tokenizer.vocab_size}"
+        )
+
+
+def _check_precision(config: Config) -> None:
+    """The model's shapes and the recipe fit, found on a model without memory."""
+    import torch
+
+    from pipeline.train.loop import build_model, build_recipe
+    from quant import apply_recipe
+
+    try:
+        with torch.device("meta"):
+            model = build_model(config, torch.device("meta"))
+        apply_recipe(
+            model, build_recipe(config), num_blocks=len(config.model.pattern), seed=config.seed
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"model or precision: {error}") from error
+
+
+def _hardware_problems(config: Config) -> Iterator[str]:
+    """What the cluster section names and this machine cannot reach."""
+    cluster = config.cluster
+    if not cluster.gpus_per_worker:
+        return
+    wanted = f"{cluster.workers} workers with {cluster.gpus_per_worker} {cluster.accelerator} GPU"
+    if cluster.address:
+        from pipeline.ray_session import reachable
+
+        if not reachable(cluster.address):
+            yield (
+                f"cluster: {wanted} are asked for, but no Ray cluster answers at "
+                f"cluster.address={cluster.address}; start this on the cluster's head, or choose "
+                "cluster=local"
+            )
+        return
+    import torch
+
+    if torch.cuda.device_count() < cluster.workers * cluster.gpus_per_worker:
+        yield (
+            f"cluster: {wanted} are asked for, this machine has {torch.cuda.device_count()}; "
+            "choose cluster=local or name a Ray cluster with cluster.address"
+        )

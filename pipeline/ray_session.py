@@ -1,0 +1,66 @@
+"""Starting and joining Ray, quietly and without leaving anything behind."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # a local Ray listens on the loopback interface only
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "1",
+}
+
+
+def start_ray(address: str | None) -> None:
+    """Join the cluster at `address`, or start a local Ray; nothing where Ray runs already.
+
+    A local Ray is told of more CPUs than there are: its tasks (readers, workers) wait for each
+    other, and with too few logical CPUs they would wait for ever.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return
+    if address:
+        ray.init(address=address, logging_level=logging.WARNING)
+        return
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    ray.init(
+        num_cpus=max(4, (os.cpu_count() or 1) + 2),
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+    )
+
+
+@contextlib.contextmanager
+def ray_session(address: str | None = None) -> Iterator[None]:
+    """Ray for the length of a block; shut down afterwards if this block started it."""
+    import ray
+
+    started = not ray.is_initialized()
+    start_ray(address)
+    try:
+        yield
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def reachable(address: str) -> bool:
+    """Whether a Ray cluster answers at `address`."""
+    import ray
+
+    if ray.is_initialized():
+        return True
+    try:
+        ray.init(address=address, logging_level=logging.CRITICAL)
+    except (ConnectionError, RuntimeError, ValueError):
+        return False
+    ray.shutdown()
+    return True

@@ -1,0 +1,205 @@
+"""The stages of a run: their order, what each takes and leaves, and what a run ends with.
+
+Every stage reads what stands already, writes its own output, and leaves a manifest
+`stages/<name>.json` when it is done. `results.json` grows with them: it holds every figure of the
+report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.runs import RunFolder, root_folder
+from pipeline.tracking import Tracker, TrackingError
+
+
+def run_stages(config: Config, run: RunFolder, tracker: Tracker, stages: tuple[str, ...]) -> None:
+    """Run the named stages in order, each timed and announced. What is done is not done again."""
+    functions: dict[str, Callable[[Config, RunFolder, Tracker], dict[str, Any]]] = {
+        "prepare": prepare,
+        "train": train,
+        "eval": evaluate,
+        "report": report,
+    }
+    for name in stages:
+        print(f"\n[{name}] {DESCRIPTIONS[name]}", flush=True)
+        started = time.perf_counter()
+        summary = functions[name](config, run, tracker)
+        seconds = round(time.perf_counter() - started, 2)
+        write_json(run.stages / f"{name}.json", {"seconds": seconds, "output": summary})
+        update_results(run, {"seconds": {name: seconds}})
+        print(f"[{name}] done in {seconds:.1f} s", flush=True)
+
+
+DESCRIPTIONS = {
+    "prepare": "tokenize and pack the corpus",
+    "train": "train the model",
+    "eval": "measure the last checkpoint on held-out text",
+    "report": "draw the curves and write the report",
+}
+
+
+def prepare(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
+    """Prepare the corpus, or find it prepared. Leaves its folder."""
+    from pipeline.data.prepare import prepare as prepare_corpus
+
+    return {"dataset": str(prepare_corpus(config.data, root_folder(config)))}
+
+
+def train(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
+    """Train to the end of the schedule; a run that was interrupted goes on."""
+    from pipeline.data.shards import Dataset
+    from pipeline.follow import Follower
+    from pipeline.train import checkpoint
+    from pipeline.train.driver import train_on_workers
+    from pipeline.train.schedule import Schedule
+
+    folder = dataset_folder(config, run)
+    schedule = Schedule.of(config.train, tuple(config.data.sources))
+    overview = describe_training(config, Dataset.open(folder), schedule)
+    update_results(run, overview["results"])
+    print("\n".join(overview["lines"]), flush=True)
+    with Follower(run, tracker, schedule):
+        summary = train_on_workers(config, run, folder)
+    found = checkpoint.latest(run.checkpoints)
+    assert found is not None, "training ends with a checkpoint"
+    tracker_safely(lambda: tracker.log_checkpoint(found.path, found.step))
+    update_results(run, {"train": {**summary, "phases": schedule.describe()}})
+    return {"checkpoint": str(found.path), **summary}
+
+
+def describe_training(config: Config, dataset: Any, schedule: Any) -> dict[str, Any]:
+    """What will be trained and in which precision: lines to print, and entries of the results."""
+    import torch
+
+    from pipeline.train.loop import build_mixture, build_model, build_recipe
+    from quant import apply_recipe
+
+    build_mixture(config, schedule, dataset)  # a blend that cannot be had stops here
+    model = build_model(config, torch.device("cpu"))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    recipe = build_recipe(config)
+    blocks = len(config.model.pattern)
+    table = apply_recipe(model, recipe, num_blocks=blocks, seed=config.seed).table()
+    kinds = Counter(f"{row.fprop} ({row.backend})" for row in table)
+    lines = [
+        f"  model      {config.model.pattern}, {parameters:,} parameters",
+        f"  precision  {config.precision.recipe}: "
+        + ", ".join(f"{count} linears {kind}" for kind, count in kinds.items()),
+        f"  schedule   {schedule.num_steps} steps of {schedule.tokens_per_step:,} tokens, "
+        f"{len(schedule.phases)} phases",
+        f"  blocks     {model.paths()}",
+    ]
+    results = {
+        "parameters": parameters,
+        "precision_table": [dataclasses.asdict(row) for row in table],
+        "recipe": recipe.to_dict(),
+    }
+    return {"lines": lines, "results": results}
+
+
+def evaluate(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
+    """Evaluate the newest complete checkpoint in BF16, as the paper does."""
+    import torch
+
+    from pipeline.config import ConfigError
+    from pipeline.data.shards import Dataset
+    from pipeline.evaluate import evaluate as evaluate_model
+    from pipeline.train import checkpoint
+    from pipeline.train.loop import build_model, build_recipe
+    from quant import apply_recipe
+
+    found = checkpoint.latest(run.checkpoints)
+    if found is None:
+        raise ConfigError(
+            f"{run.path} has no complete checkpoint to evaluate; train first: "
+            f"pipeline run resume={run.id}"
+        )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    blocks = len(config.model.pattern)
+    models = []
+    for tensors in (found.tensors("model"), None):
+        model = build_model(config, device)
+        if tensors:
+            model.load_state_dict(tensors)
+        precision = apply_recipe(model, build_recipe(config), num_blocks=blocks, seed=config.seed)
+        precision.mode = "bf16"
+        models.append(model.eval())
+    folder = run.evals / found.path.name
+    result = evaluate_model(
+        models[0],
+        models[1],
+        Dataset.open(dataset_folder(config, run)),
+        config.evals,
+        folder,
+        sequence_length=config.train.sequence_length,
+        seed=config.seed,
+    )
+    evaluation = {"step": found.step, "precision": "bf16", **result}
+    update_results(run, {"eval": evaluation})
+    tokens = found.step * config.train.global_batch * config.train.sequence_length
+    metrics = {f"eval/{name}": value for name, value in _numbers(result).items()}
+    tracker_safely(lambda: tracker.log_metrics({**metrics, "eval/tokens": tokens}, found.step))
+    return {"results": str(folder / "results.json"), "step": found.step}
+
+
+def report(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
+    """Write figures and the HTML report from the run's files alone."""
+    from pipeline.report import write_report
+
+    path = write_report(run)
+    tracker_safely(lambda: tracker.log_files(path, run.figures, run.results))
+    return {"report": str(path)}
+
+
+def dataset_folder(config: Config, run: RunFolder) -> Path:
+    """The prepared corpus of a run: as its prepare stage left it, or found (and made) now."""
+    manifest = run.stages / "prepare.json"
+    if manifest.is_file():
+        return Path(json.loads(manifest.read_text())["output"]["dataset"])
+    from pipeline.data.prepare import prepare as prepare_corpus
+
+    return prepare_corpus(config.data, root_folder(config))
+
+
+def update_results(run: RunFolder, entries: dict[str, Any]) -> None:
+    """Merge entries into `results.json`; dictionaries one level deep are merged, not replaced."""
+    results = json.loads(run.results.read_text()) if run.results.is_file() else {}
+    for key, value in entries.items():
+        mergeable = key == "seconds" and isinstance(results.get(key), dict)
+        results[key] = {**results[key], **value} if mergeable else value
+    write_json(run.results, results)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON so that a reader sees the old file or the new one, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=1))
+    partial.rename(path)
+
+
+def tracker_safely(call: Callable[[], None]) -> None:
+    """A store that went away never stops a run: say so and go on."""
+    try:
+        call()
+    except TrackingError as error:
+        print(f"  tracking store unreachable, results are kept on disk: {error}", flush=True)
+
+
+def _numbers(tree: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of nested dictionaries under joined names."""
+    flat: dict[str, float] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(_numbers(value, f"{prefix}{key}/"))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            flat[f"{prefix}{key}"] = float(value)
+    return flat

@@ -1,0 +1,194 @@
+"""MLflow, fed from the metrics file by one writer.
+
+A run of the pipeline is one MLflow run, across restarts and later eval stages. Training never
+talks to MLflow: rank 0 appends to `metrics.jsonl`, and the driver ships new lines in batches. How
+far it got (`tracking.json` in the run's folder: byte offset, last step of each kind) is written
+after each batch, so that nothing is lost or sent twice when the store was away or the driver died;
+steps replayed after a resume repeat what was sent, and are left out.
+
+Losses are logged against steps under their own names, and against tokens as `by_tokens/<name>`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config, ConfigError, TrackingConfig
+from pipeline.runs import RunFolder
+from pipeline.train.metrics import read_records
+
+BATCH = 900  # metrics a call; MLflow takes at most 1000
+
+
+class TrackingError(RuntimeError):
+    """The tracking store did not answer."""
+
+
+def tracking_uri(tracking: TrackingConfig, root: Path) -> str:
+    """The store's URI: as configured, or a SQLite file under the root folder."""
+    return tracking.uri or f"sqlite:///{root / 'mlflow.db'}"
+
+
+class Tracker:
+    """One MLflow run. `offline` trackers do nothing; `pipeline track` sends their metrics later."""
+
+    def __init__(self, config: Config, root: Path, run: RunFolder) -> None:
+        self.uri = tracking_uri(config.tracking, root)
+        self.offline = config.tracking.offline
+        self._config, self._root, self._run = config, root, run
+        self._state_file = run.path / "tracking.json"
+        self._state: dict[str, Any] = {"run_id": None, "offset": 0, "last_step": {}}
+        if self._state_file.is_file():
+            self._state = json.loads(self._state_file.read_text())
+
+    @property
+    def mlflow_run_id(self) -> str | None:
+        return self._state["run_id"]
+
+    def start(self) -> None:
+        """Create this run's MLflow run, or go on with it. Raises `ConfigError` if unreachable."""
+        if self.offline:
+            return
+        try:
+            client = self._client()
+            if self.mlflow_run_id:
+                client.update_run(self.mlflow_run_id, status="RUNNING")
+                return
+            run = client.create_run(self._experiment(client), run_name=self._run.id)
+            self._state["run_id"] = run.info.run_id
+            self._save_state()
+            for key, value in _flat(self._config.to_dict()).items():
+                client.log_param(run.info.run_id, key, str(value)[:6000])
+            client.log_artifact(run.info.run_id, str(self._run.config))
+        except Exception as error:  # MLflow raises a different class for each kind of store
+            raise ConfigError(
+                f"tracking: the store {self.uri} cannot be used ({_first_line(error)}); start it, "
+                "name another with tracking.uri=..., or train without it: tracking.offline=true"
+            ) from error
+
+    def ship(self) -> None:
+        """Send the metrics file's new lines. Raises `TrackingError`; a later call goes on."""
+        if self.offline:
+            return
+        batch: list[Any] = []
+        state = json.loads(json.dumps(self._state))
+        for record, offset in read_records(self._run.metrics, state["offset"]):
+            if record["step"] > state["last_step"].get(record["kind"], -1):
+                batch.extend(_as_metrics(record))
+                state["last_step"][record["kind"]] = record["step"]
+            state["offset"] = offset
+            if len(batch) >= BATCH:
+                self._send(batch, state)
+                batch = []
+        if state["offset"] != self._state["offset"]:
+            self._send(batch, state)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log single values, such as an evaluation's. Raises `TrackingError`."""
+        if self.offline:
+            return
+        record = {"step": step, "time": 0, "tokens": 0, "metrics": metrics}
+        self._call("log_batch", metrics=[m for m in _as_metrics(record, by_tokens=False)])
+
+    def log_checkpoint(self, path: Path, step: int) -> None:
+        """Point to a checkpoint as a logged model: no bytes are moved. Raises `TrackingError`."""
+        if self.offline:
+            return
+        import mlflow
+
+        try:
+            mlflow.set_tracking_uri(self.uri)
+            mlflow.create_external_model(
+                name=f"{self._run.id}-step-{step}",
+                source_run_id=self.mlflow_run_id,
+                experiment_id=self._client().get_run(str(self.mlflow_run_id)).info.experiment_id,
+                params={"step": str(step)},
+                tags={"uri": str(path)},
+                model_type="checkpoint",
+            )
+        except Exception as error:
+            raise TrackingError(f"{self.uri}: {_first_line(error)}") from error
+
+    def log_files(self, *paths: Path) -> None:
+        """Upload files or folders as artifacts. Raises `TrackingError`."""
+        for path in paths:
+            name = "log_artifacts" if path.is_dir() else "log_artifact"
+            arguments = (str(path), path.name) if path.is_dir() else (str(path),)
+            self._call(name, *arguments)
+
+    def finish(self, status: str) -> None:
+        """Ship what is left and close the run as FINISHED, FAILED or KILLED."""
+        self.ship()
+        self._call("set_terminated", status=status)
+
+    def _send(self, metrics: list[Any], state: dict[str, Any]) -> None:
+        for start in range(0, len(metrics), BATCH):
+            self._call("log_batch", metrics=metrics[start : start + BATCH])
+        self._state = state
+        self._save_state()
+
+    def _call(self, method: str, *arguments: Any, **named: Any) -> None:
+        if self.offline:
+            return
+        try:
+            getattr(self._client(), method)(self.mlflow_run_id, *arguments, **named)
+        except Exception as error:
+            raise TrackingError(f"{self.uri}: {_first_line(error)}") from error
+
+    def _client(self) -> Any:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+        for name in ("alembic", "mlflow"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        from mlflow import MlflowClient
+
+        return MlflowClient(self.uri)
+
+    def _experiment(self, client: Any) -> str:
+        name = self._config.tracking.experiment
+        found = client.get_experiment_by_name(name)
+        if found:
+            return found.experiment_id
+        local = self.uri.startswith("sqlite:")
+        location = (self._root / "mlartifacts").as_uri() if local else None
+        return client.create_experiment(name, artifact_location=location)
+
+    def _save_state(self) -> None:
+        partial = self._state_file.with_suffix(".partial")
+        partial.write_text(json.dumps(self._state))
+        partial.rename(self._state_file)
+
+
+def _as_metrics(record: Mapping[str, Any], by_tokens: bool = True) -> list[Any]:
+    """MLflow metrics of one record, with its own time stamp, so that sending twice stores once."""
+    from mlflow.entities import Metric
+
+    milliseconds = int(record["time"] * 1000)
+    metrics = []
+    for name, value in record["metrics"].items():
+        metrics.append(Metric(name, float(value), milliseconds, record["step"]))
+        if by_tokens and "loss" in name:
+            metrics.append(
+                Metric(f"by_tokens/{name}", float(value), milliseconds, record["tokens"])
+            )
+    return metrics
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

@@ -1,0 +1,1 @@
+"""The training stage: schedule, step, loop, checkpoints and the Ray Train driver."""

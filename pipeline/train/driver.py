@@ -1,0 +1,80 @@
+"""Launches the training loop through Ray Train: in this process, or on workers of a cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config, ConfigError, from_dict
+from pipeline.runs import RunFolder
+
+
+def train_on_workers(config: Config, run: RunFolder, dataset: Path) -> dict[str, Any]:
+    """Run the loop on `config.cluster` and return rank 0's summary.
+
+    Ray Train places, starts and restarts workers; a restarted worker finds the newest complete
+    checkpoint in the run's folder by itself. Raises `ConfigError` where the cluster is smaller
+    than asked for, instead of waiting for ever.
+    """
+    os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    cluster = config.cluster
+    arguments = {"config": config.to_dict(), "run": str(run.path), "dataset": str(dataset)}
+    resources = {"CPU": cluster.cpus_per_worker}
+    if cluster.gpus_per_worker:
+        resources["GPU"] = cluster.gpus_per_worker
+    if cluster.workers:
+        _require_resources(config)
+    logging.getLogger("ray.train").setLevel(logging.WARNING)
+    trainer = TorchTrainer(
+        _train_worker,
+        train_loop_config=arguments,
+        scaling_config=ScalingConfig(
+            num_workers=cluster.workers,
+            use_gpu=cluster.gpus_per_worker > 0,
+            resources_per_worker=resources if cluster.workers else None,
+            accelerator_type=cluster.accelerator,
+        ),
+        run_config=RunConfig(
+            name=run.id,
+            storage_path=str(run.path / "ray"),
+            failure_config=FailureConfig(max_failures=cluster.max_failures),
+        ),
+    )
+    return trainer.fit().return_value
+
+
+def _train_worker(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What every worker runs."""
+    import ray.train.torch
+
+    from pipeline.train.loop import Trainer
+
+    config = from_dict(arguments["config"])
+    device = str(ray.train.torch.get_device()) if config.cluster.gpus_per_worker else "cpu"
+    trainer = Trainer(config, RunFolder(Path(arguments["run"])), Path(arguments["dataset"]), device)
+    return trainer.fit()
+
+
+def _require_resources(config: Config) -> None:
+    """Start or join Ray and refuse what it cannot place."""
+    import ray
+
+    from pipeline.ray_session import start_ray
+
+    start_ray(config.cluster.address)
+    cluster, available = config.cluster, ray.cluster_resources()
+    needs = {
+        "CPU": cluster.workers * cluster.cpus_per_worker,
+        "GPU": cluster.workers * cluster.gpus_per_worker,
+    }
+    for kind, need in needs.items():
+        if need > available.get(kind, 0):
+            raise ConfigError(
+                f"cluster: {cluster.workers} workers need {need:g} {kind}, the Ray cluster has "
+                f"{available.get(kind, 0):g}; lower cluster.workers or add nodes"
+            )

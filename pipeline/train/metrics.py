@@ -1,0 +1,70 @@
+"""The metrics file: one JSON object a line, appended by rank 0, read by everything else.
+
+    {"kind": "train", "step": 12, "tokens": 98304, "time": 1767225600.0,
+     "metrics": {"train/loss": 5.1}}
+
+It is the source of truth of a run's curves; MLflow, the progress bar and the report are fed from
+it. `step` counts optimizer steps done. After a resume replayed steps appear again: the last line of
+a (kind, step) counts. A line that a crash tore is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class MetricsFile:
+    """Appends records, each flushed at once."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+b")
+        self._end_torn_line()
+
+    def append(self, kind: str, step: int, tokens: int, metrics: Mapping[str, float]) -> None:
+        record = {
+            "kind": kind,
+            "step": step,
+            "tokens": tokens,
+            "time": time.time(),
+            "metrics": dict(metrics),
+        }
+        self._file.write(json.dumps(record).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _end_torn_line(self) -> None:
+        if self._file.tell() == 0:
+            return
+        self._file.seek(-1, 2)
+        if self._file.read(1) != b"\n":
+            self._file.write(b"\n")
+
+
+def read_records(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """(record, offset after it) of each whole line from a byte offset on; none without a file."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            yield record, offset
+
+
+def final_records(path: Path) -> list[dict[str, Any]]:
+    """The run's curve: records in order of step, the last one written of each (kind, step)."""
+    last = {(record["kind"], record["step"]): record for record, _ in read_records(path)}
+    return sorted(last.values(), key=lambda record: record["step"])

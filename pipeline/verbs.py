@@ -1,0 +1,213 @@
+"""What each verb of the command line does, given the composed configuration.
+
+`run`, `prepare` and `train` start a run (or resume one); `eval`, `report`, `status` and `track`
+work on a run that exists, with its own configuration: only `evals` and `tracking` may be
+overridden there.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import yaml
+
+from pipeline.config import Config, ConfigError, from_dict
+from pipeline.runs import RunFolder, find_run, list_runs, locked, new_run_id, root_folder
+
+OVERRIDABLE = ("evals", "tracking", "root", "run")
+
+
+def run(raw: dict[str, Any], overrides: list[str]) -> None:
+    """All configured stages."""
+    config = from_dict(raw)
+    _run(config, config.stages)
+
+
+def train(raw: dict[str, Any], overrides: list[str]) -> None:
+    """The prepare and train stages."""
+    _run(from_dict(raw), ("prepare", "train"))
+
+
+def prepare(raw: dict[str, Any], overrides: list[str]) -> None:
+    """The prepare stage alone; no run is made."""
+    from pipeline.data.prepare import prepare as prepare_corpus
+
+    config = from_dict(raw)
+    folder = prepare_corpus(config.data, root_folder(config))
+    print(f"prepared corpus: {folder}")
+
+
+def eval(raw: dict[str, Any], overrides: list[str]) -> None:
+    """The eval stage on an existing run, and its report anew."""
+    config, found = _existing(raw, overrides)
+    _work(config, found, ("eval", "report"))
+
+
+def report(raw: dict[str, Any], overrides: list[str]) -> None:
+    """The report of an existing run."""
+    config, found = _existing(raw, overrides)
+    _work(config, found, ("report",))
+
+
+def track(raw: dict[str, Any], overrides: list[str]) -> None:
+    """Send to the tracking store what a run could not send."""
+    from pipeline.tracking import Tracker
+
+    config, found = _existing(raw, overrides)
+    tracker = Tracker(config, root_folder(config), found)
+    if tracker.offline:
+        raise ConfigError("tracking.offline=true: nothing to send; add tracking.offline=false")
+    tracker.start()
+    tracker.finish(_mlflow_status(found))
+    print(f"sent to {tracker.uri}, run {tracker.mlflow_run_id}")
+
+
+def status(raw: dict[str, Any], overrides: list[str]) -> None:
+    """A run at a glance."""
+    from pipeline.status import describe
+
+    config, found = _existing(raw, overrides)
+    print("\n".join(describe(config, found)))
+
+
+def _run(config: Config, stages: tuple[str, ...]) -> None:
+    from pipeline.preflight import check
+
+    check(config, stages)
+    found = _resumed(config) if config.resume else None
+    if found is None:
+        label = config.experiment or config.precision.recipe
+        found = RunFolder(root_folder(config) / new_run_id(label))
+    _work(config, found, stages)
+
+
+def _resumed(config: Config) -> RunFolder:
+    """The run that `resume` names; it must have this configuration. Raises `ConfigError`."""
+    root = root_folder(config)
+    if config.resume is not True:
+        found = find_run(root, str(config.resume))
+        former = _load_config(found)
+        if former.fingerprint() != config.fingerprint():
+            raise ConfigError(
+                f"resume={found.id}: the configuration differs from that run's in "
+                f"{', '.join(_differences(former.to_dict(), config.to_dict()))}; give the same "
+                "overrides as then"
+            )
+        return found
+    for found in reversed(list_runs(root)):
+        if _status(found) != "finished" and (
+            _load_config(found).fingerprint() == config.fingerprint()
+        ):
+            return found
+    raise ConfigError(
+        f"resume=true: no unfinished run of this configuration in {root}; start a fresh one "
+        "without resume, or name a run: resume=<id>"
+    )
+
+
+def _work(config: Config, found: RunFolder, stages: tuple[str, ...]) -> None:
+    """Run stages on a run's folder, tracked, with the status kept in results and MLflow."""
+    from pipeline.stages import run_stages, tracker_safely, update_results
+    from pipeline.tracking import Tracker
+
+    fresh = not found.config.is_file()
+    if fresh:
+        found.path.mkdir(parents=True)
+        found.config.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
+    with locked(found):
+        print(f"run {found.id}", flush=True)
+        tracker = Tracker(config, root_folder(config), found)
+        try:
+            tracker.start()
+        except ConfigError:
+            if fresh:
+                found.config.unlink()
+                found.path.rmdir()
+            raise
+        entries = {
+            "run_id": found.id,
+            "mlflow_run_id": tracker.mlflow_run_id,
+            "status": "running",
+            "experiment": config.experiment,
+            "precision": config.precision.recipe,
+            "fingerprint": config.fingerprint(),
+        }
+        update_results(found, entries)
+        status = "failed"
+        try:
+            run_stages(config, found, tracker, stages)
+            status = "finished"
+        except KeyboardInterrupt:
+            status = "interrupted"
+            print(f"\ninterrupted; go on with: python -m pipeline run resume={found.id}")
+            raise
+        finally:
+            update_results(found, {"status": status})
+            tracker_safely(lambda: tracker.finish(_mlflow_status(found)))
+    _print_end(config, found, tracker.uri)
+
+
+def _existing(raw: dict[str, Any], overrides: list[str]) -> tuple[Config, RunFolder]:
+    """The run that `run=` names with its own configuration, but for what may be overridden."""
+    for override in overrides:
+        section = override.lstrip("+~").partition("=")[0].partition(".")[0]
+        if section not in OVERRIDABLE:
+            raise ConfigError(
+                f"{override}: a run's own configuration stands; here only "
+                f"{', '.join(OVERRIDABLE)} can be given"
+            )
+    composed = from_dict(raw)
+    if composed.run is None:
+        raise ConfigError("run: name the run: run=<id> or run=latest")
+    found = find_run(root_folder(composed), composed.run)
+    own = _load_config(found).to_dict()
+    given = {override.lstrip("+~").partition("=")[0].partition(".")[0] for override in overrides}
+    for section in given & {"evals", "tracking"}:
+        own[section] = composed.to_dict()[section]
+    own["root"] = composed.root
+    return from_dict(own), found
+
+
+def _load_config(found: RunFolder) -> Config:
+    return from_dict(yaml.safe_load(found.config.read_text()))
+
+
+def _status(found: RunFolder) -> str:
+    if not found.results.is_file():
+        return "started"
+    return json.loads(found.results.read_text()).get("status", "started")
+
+
+def _mlflow_status(found: RunFolder) -> str:
+    return {"finished": "FINISHED", "interrupted": "KILLED"}.get(_status(found), "FAILED")
+
+
+def _differences(former: Any, present: Any, path: str = "") -> list[str]:
+    """The keys in which two configurations differ."""
+    if isinstance(former, dict) and isinstance(present, dict):
+        keys = sorted(former.keys() | present.keys())
+        ignored = {"resume", "run", "root", "stages", "evals", "tracking", "cluster"}
+        return [
+            difference
+            for key in keys
+            if path or key not in ignored
+            for difference in _differences(
+                former.get(key), present.get(key), f"{path}.{key}" if path else key
+            )
+        ]
+    return [] if former == present else [f"{path} ({former!r} then, {present!r} now)"]
+
+
+def _print_end(config: Config, found: RunFolder, uri: str) -> None:
+    """Where things are and what to type next."""
+    print(f"\nrun      {found.id}")
+    places = {"report": found.report, "results": found.results, "checkpoints": found.checkpoints}
+    for name, path in places.items():
+        if path.exists():
+            print(f"{name:<8} {path}")
+    print("\nnext:")
+    if not config.tracking.offline:
+        print(f"  mlflow ui --backend-store-uri {uri}")
+    print(f"  python -m pipeline eval run={found.id}")
+    print("  python -m pipeline run precision=bf16")

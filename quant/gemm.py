@@ -1,0 +1,187 @@
+"""The GEMM of quantized operands, by backend.
+
+Every GEMM here is `a_MR @ b_NR.T`: both operands lie along R, the dimension that is reduced, which
+is the only form FP4 tensor cores have.
+
+`emulated` is exact up to the order of addition. An element times its block scale has at most 6
+significant bits and so is a BF16 value; products of two BF16 values are exact in FP32; the tensor
+scales come after the sum. A CUDA device multiplies BF16 tensors with FP32 output. A CPU multiplies
+FP32 tensors that hold the same values, since its BF16 product would be rounded to BF16 before the
+tensor scales; where it has AMX, oneDNN is allowed to use it.
+
+`reference` is the definition, block by block. It is slow and serves the tests.
+
+Legend: M, N rows of the operands, R the reduced dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quant.formats import Format
+from quant.layout import unpack_nibbles
+from quant.quantize import QuantizedTensor, dequantize
+from quant.rounding import e2m1_values
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """An operand ready to multiply: BF16 values without the tensor scale, and the tensor scale.
+
+    A BF16 operand is one whose scale is None.
+    """
+
+    values: Tensor
+    scale: Tensor | None = None
+
+    def transpose(self) -> Decoded:
+        return Decoded(self.values.t(), self.scale)
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+
+Factor = QuantizedTensor | Decoded
+Gemm = Callable[[Factor, Factor], Tensor]
+
+
+def bf16_operand(x: Tensor) -> Decoded:
+    """`x` rounded to BF16, as an operand."""
+    return Decoded(x.to(torch.bfloat16))
+
+
+def decode(q: QuantizedTensor) -> Decoded:
+    """Codes to BF16 values without the tensor scale: exact."""
+    return Decoded(dequantize(q, torch.bfloat16, global_scale=False), q.global_scale)
+
+
+def choose_backend(device: torch.device) -> str:
+    """The backend that runs the GEMMs of a linear on `device`: the one place that decides."""
+    assert device.type in ("cpu", "cuda", "meta"), device
+    return "emulated"
+
+
+def exact_in_bf16(format: Format) -> bool:
+    """Whether an element times its block scale is always a BF16 value; free FP32 scales are not."""
+    return format.scale != "fp32" or format.scale_rounding != "nearest"
+
+
+def gemm(a_MR: Factor, b_NR: Factor, backend: str) -> Tensor:
+    """`a @ b.T` in FP32, tensor scales applied.
+
+    Operands over tokens may be padded with zeros to different multiples; the excess of the longer
+    adds nothing.
+    """
+    y_MN = GEMMS[backend](a_MR, b_NR)
+    scale = _product(a_MR, b_NR)
+    return y_MN if scale is None else y_MN.mul_(scale)
+
+
+def _product(a: Factor, b: Factor) -> Tensor | None:
+    scales = [s for s in (_tensor_scale(a), _tensor_scale(b)) if s is not None]
+    return functools.reduce(torch.mul, scales) if scales else None
+
+
+def _tensor_scale(factor: Factor) -> Tensor | None:
+    return factor.scale if isinstance(factor, Decoded) else factor.global_scale
+
+
+def _values(factor: Factor, dtype: torch.dtype) -> Tensor:
+    if isinstance(factor, Decoded):
+        return factor.values.to(dtype)
+    return dequantize(factor, dtype, global_scale=False)
+
+
+def _emulated(a_MR: Factor, b_NR: Factor) -> Tensor:
+    on_cpu = _device(a_MR).type == "cpu"
+    dtype = torch.float32 if on_cpu else torch.bfloat16
+    a, b = _values(a_MR, dtype), _values(b_NR, dtype)
+    length = min(a.shape[1], b.shape[1])
+    a, b_RN = a[:, :length], b[:, :length].t()
+    if not on_cpu:
+        return torch.mm(a, b_RN, out_dtype=torch.float32)
+    with bf16_matmul(cpu_multiplies_bf16_faster()):
+        return torch.mm(a, b_RN)
+
+
+def _device(factor: Factor) -> torch.device:
+    return factor.values.device if isinstance(factor, Decoded) else factor.codes.device
+
+
+@contextmanager
+def bf16_matmul(enabled: bool) -> Iterator[None]:
+    """Let oneDNN take the BF16 path for FP32 tensors, and restore the setting after.
+
+    Exact for our operands: they hold BF16 values, and it accumulates in FP32.
+    """
+    if not enabled:
+        yield
+        return
+    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+@functools.cache
+def cpu_multiplies_bf16_faster() -> bool:
+    """Measured once per process, and only where the CPU has AMX or AVX512-BF16.
+
+    A clear gain is asked for, so that the answer, and with it the order of the sums, does not
+    change from one process to the next on the same machine.
+    """
+    if not (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()):
+        return False
+    a, b = torch.ones(1024, 1024), torch.ones(1024, 1024)
+
+    def fastest(enabled: bool) -> float:
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            with bf16_matmul(enabled):
+                torch.mm(a, b)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return fastest(True) * 1.5 < fastest(False)
+
+
+_STEP = 16  # divides every block length
+
+
+def _reference(a_MR: Factor, b_NR: Factor) -> Tensor:
+    """Sum over blocks of (sum of element products) * scale of a * scale of b, all FP32."""
+    a, a_scales = _elements(a_MR)
+    b, b_scales = _elements(b_NR)
+    y_MN = torch.zeros(a.shape[0], b.shape[0], device=a.device)
+    for start in range(0, min(a.shape[1], b.shape[1]), _STEP):
+        block = slice(start, min(start + _STEP, a.shape[1], b.shape[1]))
+        products = (a[:, None, block] * b[None, :, block]).sum(-1)
+        y_MN += products * a_scales[:, None, start] * b_scales[None, :, start]
+    return y_MN
+
+
+def _elements(factor: Factor) -> tuple[Tensor, Tensor]:
+    """FP32 element values [M, R], and the block scale of each."""
+    if isinstance(factor, Decoded):
+        values = factor.values.float()
+        return values, torch.ones_like(values)
+    four_bits = factor.format.element_bits == 4
+    codes = factor.codes
+    values = e2m1_values(unpack_nibbles(codes)) if four_bits else codes.view(torch.float8_e4m3fn)
+    scales = factor.scales.float().repeat_interleave(factor.format.block[1], dim=1)
+    return values.float(), scales
+
+
+GEMMS: dict[str, Gemm] = {"emulated": _emulated, "reference": _reference}

@@ -1,0 +1,67 @@
+"""How codes and block scales lie in memory: nibble packing and the tensor cores' scale layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+TILE_ROWS, TILE_COLUMNS = 128, 4
+"""Block scales are stored in tiles of 128 x 4; a tile is 512 consecutive scales."""
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """uint8 codes [..., K] in [0, 16) to bytes [..., K/2]; the even element is the low nibble."""
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Bytes [..., K/2] to uint8 codes [..., K] in [0, 16); inverse of `pack_nibbles`."""
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def swizzle_scales(scales_MB: Tensor) -> Tensor:
+    """Block scales [M, B] in the order that Blackwell's tensor cores read (cuBLAS 32x4x4).
+
+    M is padded to a multiple of 128 and B to a multiple of 4, with zero bytes. The scale of
+    (row, column) goes to byte `((rb * ncb + cb) * 32 + row % 32) * 16 + ((row % 128) // 32) * 4 +
+    column % 4`, where rb = row // 128, cb = column // 4 and ncb is the number of column tiles.
+
+    Args:
+        scales_MB: one-byte type, two dimensions.
+
+    Returns:
+        the same type, flat, of roundup(M, 128) * roundup(B, 4) scales.
+
+    Raises:
+        ValueError: not two dimensions, or a type wider than one byte.
+    """
+    if scales_MB.dim() != 2 or scales_MB.element_size() != 1:
+        raise ValueError(
+            f"swizzle_scales takes one-byte scales of 2 dimensions, not {scales_MB.dtype} "
+            f"{tuple(scales_MB.shape)}; flatten the leading dimensions first"
+        )
+    rows, columns = scales_MB.shape
+    padding = (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS)
+    padded = functional.pad(scales_MB.contiguous().view(torch.uint8), padding)
+    tiles = padded.view(-1, 4, 32, padded.shape[1] // TILE_COLUMNS, TILE_COLUMNS)
+    return tiles.permute(0, 3, 2, 1, 4).flatten().view(scales_MB.dtype)
+
+
+def unswizzle_scales(swizzled: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Inverse of `swizzle_scales`: the plain block scales [M, B] = `shape`, padding dropped.
+
+    Raises:
+        ValueError: the size is not that of swizzled scales of `shape`.
+    """
+    rows, columns = shape
+    row_tiles, column_tiles = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
+    expected = row_tiles * column_tiles * TILE_ROWS * TILE_COLUMNS
+    if swizzled.numel() != expected:
+        raise ValueError(
+            f"swizzled scales of {shape} hold {expected} values with their padding, "
+            f"but {swizzled.numel()} were given"
+        )
+    tiles = swizzled.view(torch.uint8).view(row_tiles, column_tiles, 32, 4, TILE_COLUMNS)
+    plain = tiles.permute(0, 3, 2, 1, 4).reshape(row_tiles * TILE_ROWS, -1)
+    return plain[:rows, :columns].contiguous().view(swizzled.dtype)

@@ -1,0 +1,295 @@
+"""A linear whose three GEMMs run in the precision that its recipe names.
+
+    Fprop  y_TN  = x_TK  @ W_NK.T     row copy of x,     W
+    Dgrad  dx_TK = dy_TN @ W_NK       row copy of dy,    W transposed
+    Wgrad  dW_NK = dy_TN.T @ x_TK     column copy of dy, column copy of x
+
+The copies of x, and those of dy, come from one call each. The forward pass keeps only the codes and
+scales of x's column copy (of a BF16 operand: x in BF16). The weight is quantized once per optimizer
+step. dW leaves its GEMM in FP32 and is never rounded, for BF16 linears alike; y and dx are rounded
+to BF16, as the outputs of BF16 GEMMs are.
+
+Legend: T tokens of a micro-batch, K input features, N output features, C features of either kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from quant.copies import quantize_rowcol, transposed_tokens
+from quant.formats import Format
+from quant.gemm import Decoded, Factor, bf16_operand, choose_backend, gemm
+from quant.quantize import QuantizedTensor, nonfinite_count, quantize
+from quant.recipe import BF16, LinearRecipe, Operand
+from quant.rounding import Copy, Role, RoundingKey
+from quant.statistics import Statistics
+from quant.weight_cache import WeightCache
+
+MODES = ("recipe", "bf16", "bf16_forward")
+
+
+def in_mode(recipe: LinearRecipe, mode: str) -> LinearRecipe:
+    """What `recipe` becomes: itself, all BF16, or BF16 in Fprop only (the cheap late switch)."""
+    assert mode in MODES, mode
+    if mode == "bf16":
+        return LinearRecipe()
+    return replace(recipe, input=BF16, weight=BF16) if mode == "bf16_forward" else recipe
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a forward pass depends on beside its tensors. Its backward pass sees the same."""
+
+    mode: str = "recipe"
+    step: int | None = None
+    microbatch: int | None = None
+
+
+@dataclass
+class Shared:
+    """What all linears of one model share.
+
+    backend: a name in `quant.gemm.GEMMS`; None lets the device decide.
+    nonfinite: how many NaN and infinite elements the quantizers met, on the device.
+    """
+
+    seed: int
+    backend: str | None = None
+    moment: Moment = Moment()
+    statistics: Statistics = field(default_factory=Statistics)
+    nonfinite: Tensor | None = None
+
+    def count_nonfinite(self, count: Tensor) -> None:
+        self.nonfinite = count if self.nonfinite is None else self.nonfinite + count
+
+
+class QuantLinear(nn.Linear):
+    """`y = x W^T` in the precision of a `LinearRecipe`, on the weight of the linear it replaces.
+
+    Input [..., in_features] in FP32 or BF16; output [..., out_features] in the same dtype, with
+    BF16 values. The gradient of the weight is FP32.
+
+    Attributes:
+        name: the linear's name in the model.
+        index: its position among all the model's linears, which names its random bits.
+        recipes: its recipe in every mode.
+        weight_amax: FP32 scalar to quantize the weight with in place of its own amax, where the
+            weight is a shard; None otherwise.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, *, name: str, index: int, recipe: LinearRecipe, shared: Shared
+    ) -> None:
+        nn.Module.__init__(self)  # not Linear's: it would allocate a second weight
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = linear.weight
+        self.register_parameter("bias", None)
+        self.train(linear.training)
+        self.name, self.index = name, index
+        self.recipes = {mode: in_mode(recipe, mode) for mode in MODES}
+        self.weight_amax: Tensor | None = None
+        self.cache = WeightCache()
+        self.shared = shared
+        self._moment = shared.moment
+
+    @property
+    def recipe(self) -> LinearRecipe:
+        """The recipe in the present mode."""
+        return self.recipes[self.shared.moment.mode]
+
+    @property
+    def backend(self) -> str:
+        """What runs the GEMMs."""
+        return self.shared.backend or choose_backend(self.weight.device)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, fprop={self.recipes['recipe'].fprop}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class. Raises ValueError where the last dimension is not in_features."""
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"{self.name} takes {self.in_features} features, not {tuple(x.shape)}")
+        # A forward pass inside a backward pass recomputes a checkpointed block. It must repeat what
+        # the first one did, even where the mode has changed since (an `override` that ended).
+        recompute = torch._C._current_graph_task_id() != -1
+        if not recompute:
+            self._moment = self.shared.moment
+        x_TK = x.reshape(-1, self.in_features)
+        if torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad):
+            call = _Call(self, self._moment, observed=True)
+            y_TN = _LinearFunction.apply(x_TK, self.weight, call)
+        else:
+            call = _Call(self, self._moment, observed=False)
+            y_TN, _ = call.fprop(x_TK, self.weight, keep_column=False)
+        return y_TN.view(*x.shape[:-1], self.out_features)
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, w_NK: Tensor, call: _Call) -> Tensor:
+        ctx.call, ctx.x_dtype = call, x_TK.dtype
+        y_TN, x_KT = call.fprop(x_TK, w_NK, keep_column=ctx.needs_input_grad[1])
+        # Through save_for_backward alone, so that checkpointing can drop and recompute them.
+        ctx.x_form, tensors = _take_apart(x_KT)
+        ctx.save_for_backward(w_NK, *tensors)
+        return y_TN
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        w_NK, *tensors = ctx.saved_tensors
+        call: _Call = ctx.call
+        dgrad, wgrad = ctx.needs_input_grad[:2]
+        dy_row, dy_NT = call.copies(
+            dy_TN,
+            Role.GRADIENT,
+            "dgrad_gradient" if dgrad else None,
+            "wgrad_gradient" if wgrad else None,
+        )
+        dx_TK = dw_NK = None
+        if dgrad:
+            assert dy_row is not None
+            dx_TK = call.gemm(dy_row, call.weight(w_NK, "dgrad_weight"))
+            dx_TK = dx_TK.to(torch.bfloat16).to(ctx.x_dtype)
+        if wgrad:
+            assert dy_NT is not None
+            dw_NK = call.gemm(dy_NT, _put_together(ctx.x_form, tensors))
+            if call.recording:
+                call.statistics.weight_gradient(call.layer.name, dw_NK)
+        return dx_TK, dw_NK, None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One forward pass of one linear with the backward pass that belongs to it.
+
+    observed: whether it counts: non-finite values are counted and statistics taken. Not so in
+        evaluation, which must not make a training step look bad.
+    """
+
+    layer: QuantLinear
+    moment: Moment
+    observed: bool
+
+    @property
+    def recipe(self) -> LinearRecipe:
+        return self.layer.recipes[self.moment.mode]
+
+    def gemm(self, a: Factor, b: Factor) -> Tensor:
+        return gemm(a, b, self.layer.backend)
+
+    def fprop(
+        self, x_TK: Tensor, w_NK: Tensor, *, keep_column: bool
+    ) -> tuple[Tensor, Factor | None]:
+        """y [T, N] in x's dtype, and x's column copy [K, T] where Wgrad will need it."""
+        column = "wgrad_input" if keep_column else None
+        x_row, x_KT = self.copies(x_TK, Role.ACTIVATION, "input", column)
+        assert x_row is not None
+        y_TN = self.gemm(x_row, self.weight(w_NK, "weight"))
+        return y_TN.to(torch.bfloat16).to(x_TK.dtype), x_KT
+
+    def copies(
+        self, x_TC: Tensor, role: Role, row: str | None, column: str | None
+    ) -> tuple[Factor | None, Factor | None]:
+        """The row copy [T, C] and the column copy [C, T] of a tensor.
+
+        row, column: which operands of the recipe they are; None where that copy is not wanted.
+        """
+        to_row, to_column = (self.recipe.operand(name) if name else None for name in (row, column))
+        in_bf16 = bf16_operand(x_TC) if BF16 in (to_row, to_column) else None
+        row_copy, column_copy = self.quantize(x_TC, role, row, column)
+        return row_copy or in_bf16, column_copy or (in_bf16 and in_bf16.transpose())
+
+    def quantize(
+        self, x_TC: Tensor, role: Role, row: str | None, column: str | None
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        """The quantized ones among the wanted copies, from one pass over the tensor."""
+        to_row, to_column = (self.recipe.operand(name) if name else BF16 for name in (row, column))
+        if not to_row.format and not to_column.format:
+            return None, None
+        made = quantize_rowcol(
+            x_TC,
+            to_row.spec,
+            to_column.spec,
+            row_rounding=to_row.rounding,
+            column_rounding=to_column.rounding,
+            row_key=self.key(to_row, role, Copy.ROW),
+            column_key=self.key(to_column, role, Copy.COLUMN),
+            row_guard=to_row.guard,
+            column_guard=to_column.guard,
+            column_rht=to_column.rht,
+        )
+        if self.observed:
+            self.layer.shared.count_nonfinite(made.nonfinite)
+        if row and made.row and self.recording:
+            self.statistics.operand(self.layer.name, row, x_TC, made.row)
+        if column and made.column and self.recording:
+            source_CT = transposed_tokens(x_TC, made.column.format, to_column.rht)
+            self.statistics.operand(self.layer.name, column, source_CT, made.column)
+        return made.row, made.column
+
+    def weight(self, w_NK: Tensor, role: str) -> Factor:
+        """The weight as the operand "weight" [N, K] or "dgrad_weight" [K, N] of the recipe."""
+        transposed = role == "dgrad_weight"
+        format = self.recipe.operand(role).spec
+        if format is None:
+            in_bf16 = bf16_operand(w_NK)
+            return in_bf16.transpose() if transposed else in_bf16
+        amax = self.layer.weight_amax if format.has_global_scale else None
+        copy, made = self.layer.cache.get(
+            w_NK,
+            format,
+            transposed=transposed,
+            step=self.moment.step,
+            amax=amax,
+            keep_codes=self.layer.backend != "emulated",
+        )
+        if made:
+            self.layer.shared.count_nonfinite(nonfinite_count(w_NK))
+        if self.recording:
+            source = w_NK.t() if transposed else w_NK
+            q = quantize(source, format, amax=amax)
+            self.statistics.operand(self.layer.name, role, source, q)
+        return copy
+
+    def key(self, operand: Operand, role: Role, copy: Copy) -> RoundingKey | None:
+        """The rounding key of a copy; None where it is rounded to nearest."""
+        if not operand.stochastic:
+            return None
+        step, microbatch = self.moment.step, self.moment.microbatch
+        if step is None or microbatch is None:
+            raise ValueError(
+                f"{self.layer.name}: stochastic rounding needs to know where in the run it is; "
+                "call Precision.begin(step, microbatch) before each micro-batch"
+            )
+        seed = self.layer.shared.seed
+        return RoundingKey(seed, step, microbatch, self.layer.index, role, copy)
+
+    @property
+    def statistics(self) -> Statistics:
+        return self.layer.shared.statistics
+
+    @property
+    def recording(self) -> bool:
+        return self.observed and self.statistics.active
+
+
+def _take_apart(factor: Factor | None) -> tuple[tuple[Format, torch.Size] | None, list[Any]]:
+    """What to keep on the autograd context, and the tensors to save."""
+    if isinstance(factor, QuantizedTensor):
+        tensors = [factor.codes, factor.scales, factor.global_scale]
+        return (factor.format, factor.shape), tensors
+    return None, [factor.values] if factor else []
+
+
+def _put_together(form: tuple[Format, torch.Size] | None, tensors: list[Any]) -> Factor:
+    """Inverse of `_take_apart`."""
+    if form is None:
+        return Decoded(*tensors)
+    codes, scales, global_scale = tensors
+    return QuantizedTensor(codes, scales, global_scale, *form)

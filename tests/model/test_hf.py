@@ -1,0 +1,144 @@
+"""The model is transformers' NemotronH under other names: state dict, logits, loss, gradients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from model import HybridModel, ModelConfig
+from model.hf import (
+    config_from_nemotron_h,
+    config_to_nemotron_h,
+    from_nemotron_h,
+    to_nemotron_h,
+)
+
+transformers = pytest.importorskip("transformers")
+
+
+def randomized(config: ModelConfig) -> HybridModel:
+    """A model with no parameter at a special value, so that each one's place matters."""
+    model = HybridModel(config, seed=3)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise, alpha=0.1 if parameter.dim() == 1 else 0.05)
+    return model
+
+
+def reference(model: HybridModel) -> torch.nn.Module:
+    """Transformers' model with the same weights."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    settings = config_to_nemotron_h(model.config)
+    theirs = transformers.NemotronHForCausalLM(transformers.NemotronHConfig(**settings))
+    theirs.load_state_dict(to_nemotron_h(model.state_dict(), model.config), strict=True)
+    return theirs
+
+
+ConfigFactory = Callable[..., ModelConfig]
+
+CASES = [
+    {},
+    {"mamba_num_groups": 8},
+    {"tie_embeddings": True},
+    {"vocab_size": 77, "mamba_num_groups": 8, "num_kv_heads": 4, "mamba_conv_kernel": 3},
+    {"mamba_num_groups": 1, "pattern": "MMM", "mamba_chunk_size": 64, "dt_floor": 0.05},
+]
+
+
+@pytest.mark.parametrize("changes", CASES)
+def test_logits_loss_and_gradients_equal_transformers(small_config: ConfigFactory, changes: dict) -> None:
+    model = randomized(small_config(**changes))
+    theirs = reference(model)
+    tokens = torch.randint(0, model.config.vocab_size, (2, 29))
+    labels = tokens.roll(-1, 1)
+    labels[:, -1] = -100
+    seq_idx = torch.zeros(2, 29, dtype=torch.int32)
+
+    loss_sum, num_valid = model.loss(tokens, labels, seq_idx)
+    (loss_sum / num_valid).backward()
+    output = theirs(tokens, labels=tokens, use_cache=False)
+    output.loss.backward()
+
+    torch.testing.assert_close(model.logits(tokens, seq_idx), output.logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(loss_sum / num_valid, output.loss, atol=1e-5, rtol=1e-5)
+    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    if model.config.tie_embeddings:
+        gradients["model.embeddings.weight"] += gradients["lm_head.weight"]
+        gradients["lm_head.weight"] = gradients["model.embeddings.weight"]
+    for name, gradient in from_nemotron_h(gradients, model.config).items():
+        ours = model.get_parameter(name).grad
+        torch.testing.assert_close(ours, gradient, atol=1e-4, rtol=1e-4, msg=lambda m: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("changes", CASES)
+def test_state_dict_maps_one_to_one_both_ways(small_config: ConfigFactory, changes: dict) -> None:
+    model = randomized(small_config(**changes))
+    theirs = reference(model).state_dict()
+    mapped = to_nemotron_h(model.state_dict(), model.config)
+    assert {n: t.shape for n, t in mapped.items()} == {n: t.shape for n, t in theirs.items()}
+    back = from_nemotron_h(mapped, model.config)
+    assert back.keys() == model.state_dict().keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_missing_or_unknown_tensor_is_refused_by_name(small_config: ConfigFactory) -> None:
+    model = HybridModel(small_config())
+    state = model.state_dict()
+    with pytest.raises(ValueError, match=r"blocks\.1\.ffn\.up\.weight"):
+        to_nemotron_h({n: t for n, t in state.items() if n != "blocks.1.ffn.up.weight"}, model.config)
+    with pytest.raises(ValueError, match="surplus"):
+        to_nemotron_h(state | {"surplus": torch.zeros(1)}, model.config)
+
+
+def test_public_files_prefix_is_read(small_config: ConfigFactory) -> None:
+    model = HybridModel(small_config())
+    public = {
+        name.replace("model.", "backbone."): tensor
+        for name, tensor in to_nemotron_h(model.state_dict(), model.config).items()
+    }
+    assert from_nemotron_h(public, model.config).keys() == model.state_dict().keys()
+
+
+def test_config_round_trip_through_transformers(small_config: ConfigFactory) -> None:
+    config = small_config(tie_embeddings=True, norm_eps=1e-6)
+    theirs = transformers.NemotronHConfig(**config_to_nemotron_h(config, eos_token_id=7))
+    assert theirs.eos_token_id == 7
+    assert config_from_nemotron_h(theirs.to_dict()) == config
+
+
+def test_config_reads_either_pattern_and_refuses_a_contradiction(small_config: ConfigFactory) -> None:
+    values = config_to_nemotron_h(small_config())
+    only_types = {k: v for k, v in values.items() if k != "hybrid_override_pattern"}
+    only_pattern = {k: v for k, v in values.items() if k != "layers_block_type"}
+    legacy = only_types | {"layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp"]}
+    for variant in (only_types, only_pattern, legacy):
+        assert config_from_nemotron_h(variant) == small_config()
+    with pytest.raises(ValueError, match="contradicts"):
+        config_from_nemotron_h(values | {"hybrid_override_pattern": "MMMMM"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"hybrid_override_pattern": "MEM*-", "layers_block_type": None}, "E"),
+        ({"layers_block_type": ["moe"], "hybrid_override_pattern": None}, "moe"),
+        ({"ssm_state_size": None}, "ssm_state_size"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"use_conv_bias": False}, "use_conv_bias"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
+    ],
+)
+def test_what_the_architecture_lacks_is_refused_by_name(small_config: ConfigFactory, changes: dict, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        config_from_nemotron_h(config_to_nemotron_h(small_config()) | changes)
+
+
+def test_rotary_positions_cannot_be_exported(small_config: ConfigFactory) -> None:
+    with pytest.raises(ValueError, match="rope_theta"):
+        config_to_nemotron_h(small_config(rope_theta=10000.0))
