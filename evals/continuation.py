@@ -45,9 +45,9 @@ class Question:
 class Lengths:
     """Sizes in characters."""
 
-    context: int = 400  # shown before the cut, at most
-    min_context: int = 150
-    span: int = 100
+    context: int = 300  # shown before the cut, at most
+    min_context: int = 120
+    span: int = 90
 
 
 def make_questions(
@@ -177,13 +177,16 @@ class _Cutter:
 
 
 def _borders(text: str, span: int) -> list[int]:
-    """Where a span of mostly visible text may begin, in order."""
+    """Where a span of mostly visible text may begin, in order.
+
+    The document's own beginning is left out: a title never continues a text.
+    """
     lines = _starts(_LINE_START, text, span)
     return lines if len(lines) >= MIN_BORDERS else _starts(_SENTENCE_START, text, span)
 
 
 def _starts(pattern: re.Pattern[str], text: str, span: int) -> list[int]:
-    starts = [0, *(match.start() for match in pattern.finditer(text))]
+    starts = [match.start() for match in pattern.finditer(text)]
     return [start for start in starts if _is_telling(text[start : start + span], span)]
 
 

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels: `cpu.cpp`, built once with the system's compiler, loaded with ctypes.
+"""The compiled CPU kernels: `cpu*.cpp`, built once by the system's compiler, loaded with ctypes.
 
 The library is cached by a hash of the source, the compiler and the CPU, and renamed into place, so
 processes may race. Where no compiler works, `available` is False, a warning says so once, and the
@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SOURCE = Path(__file__).with_name("cpu.cpp")
+_SOURCES = tuple(Path(__file__).with_name(f"cpu{part}.cpp") for part in ("", "_transpose"))
+_HEADER = Path(__file__).with_name("cpu_vectors.h")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-shared", "-fPIC")
 _DTYPES = {torch.bfloat16: 0, torch.float32: 1}
 _ELEMENTS = {"e2m1": 0, "e4m3": 1}
@@ -69,13 +70,13 @@ def _build() -> Path:
     for openmp in (("-fopenmp",), ()):
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / "cpu.so"
-            command = [compiler, *_FLAGS, *openmp, str(_SOURCE), "-o", str(built)]
+            command = [compiler, *_FLAGS, *openmp, *map(str, _SOURCES), "-o", str(built)]
             run = subprocess.run(command, capture_output=True, text=True, check=False)
             if run.returncode == 0:
                 os.replace(built, library)
                 return library
             errors.append(run.stderr.strip()[-500:])
-    raise RuntimeError(f"{compiler} could not build {_SOURCE.name}: {errors[0]}")
+    raise RuntimeError(f"{compiler} could not build the CPU kernels: {errors[0]}")
 
 
 def _cache_folder() -> Path:
@@ -91,7 +92,8 @@ def _cache_folder() -> Path:
 
 def _fingerprint(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    parts = (_SOURCE.read_text(), " ".join(_FLAGS), compiler, version.stdout, _cpu())
+    sources = (path.read_text() for path in (*_SOURCES, _HEADER))
+    parts = (*sources, " ".join(_FLAGS), compiler, version.stdout, _cpu())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -123,6 +125,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             integer,
         ],
         "amax_and_nonfinite": [pointer, integer, long, pointer, pointer, integer],
+        "transpose_codes": [pointer, long, long, pointer, integer],
         "rht_transpose": [
             pointer, integer, long, long, integer, pointer, pointer, pointer, pointer, integer,
         ],
@@ -252,6 +255,17 @@ def dequantize(
         torch.get_num_threads(),
     )
     return out.to(dtype)
+
+
+def transpose_codes(codes: Tensor) -> Tensor:
+    """Packed 4-bit codes [R, K/2] as those of the transpose [K, R/2]; R even."""
+    codes = codes.contiguous()
+    rows, half = codes.shape
+    out = torch.empty(2 * half, rows // 2, dtype=torch.uint8)
+    _library().transpose_codes(
+        codes.data_ptr(), rows, 2 * half, out.data_ptr(), torch.get_num_threads()
+    )
+    return out
 
 
 def rht_transpose(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig
-from model.layers import Linear
+from model.linear import Linear
 from model.packing import Packing
 
 

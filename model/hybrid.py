@@ -17,9 +17,10 @@ from model.attention import Attention
 from model.config import BLOCK_KINDS, ModelConfig
 from model.ffn import FeedForward
 from model.init import init_weights
-from model.layers import Linear, RMSNorm
+from model.linear import Linear
 from model.loss import IGNORED, chunked_cross_entropy, token_cross_entropy
 from model.mamba2 import Mamba2
+from model.norms import RMSNorm
 from model.packing import Packing
 
 Checkpointing = Literal["none", "selective", "full"]

@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from model.backends import mamba_kernels
 from model.config import ModelConfig
-from model.layers import Linear
+from model.conv import CausalConv
+from model.linear import Linear
+from model.norms import GatedRMSNorm
 from model.packing import Packing
 from model.ssd import chunked_scan, step_scan
 
@@ -26,55 +28,6 @@ class MambaCache:
 
     conv_BKC: Tensor
     state_BHPN: Tensor
-
-
-class CausalConv(nn.Module):
-    """Depthwise causal convolution with bias, then SiLU; never across documents."""
-
-    def __init__(self, channels: int, taps: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, taps, dtype=torch.float32))
-        self.bias = nn.Parameter(torch.empty(channels, dtype=torch.float32))
-
-    def forward(self, x_BTC: Tensor, packing: Packing) -> Tensor:
-        """[B, T, C] -> [B, T, C], same dtype."""
-        kernels = mamba_kernels(x_BTC.device, x_BTC.dtype)
-        weight, bias = self.weight.to(x_BTC.dtype), self.bias.to(x_BTC.dtype)
-        if kernels:
-            return kernels.conv(
-                x_BTC.transpose(1, 2), weight, bias, seq_idx=packing.seq_idx_BT, activation="silu"
-            ).transpose(1, 2)
-        taps = weight.shape[1]
-        y_BTC = x_BTC * weight[:, -1] + bias
-        for lag in range(1, min(taps, x_BTC.shape[1])):
-            shifted = x_BTC[:, :-lag]
-            mask = packing.conv_mask(lag)
-            if mask is not None:
-                shifted = shifted * mask.to(x_BTC.dtype)
-            y_BTC = y_BTC + F.pad(shifted * weight[:, -1 - lag], (0, 0, lag, 0))
-        return F.silu(y_BTC)
-
-    def step(self, x_BC: Tensor, cache_BKC: Tensor) -> tuple[Tensor, Tensor]:
-        """One token: outputs [B, C] and the inputs to remember [B, K - 1, C]."""
-        window_BKC = torch.cat([cache_BKC, x_BC[:, None]], dim=1)
-        weight, bias = self.weight.to(x_BC.dtype), self.bias.to(x_BC.dtype)
-        return F.silu((window_BKC * weight.t()).sum(dim=1) + bias), window_BKC[:, 1:]
-
-
-class GatedRMSNorm(nn.Module):
-    """RMSNorm of ``y * silu(z)`` over each group's channels apart, in FP32."""
-
-    def __init__(self, size: int, groups: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32))
-        self.groups = groups
-        self.eps = eps
-
-    def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        """y (FP32 or wider), z [..., I] -> [..., I] in z's dtype."""
-        gated = (y * F.silu(z.to(y.dtype))).unflatten(-1, (self.groups, -1))
-        scale = torch.rsqrt(gated.square().mean(dim=-1, keepdim=True) + self.eps)
-        return ((gated * scale).flatten(-2) * self.weight.to(y.dtype)).to(z.dtype)
 
 
 class Mamba2(nn.Module):

@@ -56,7 +56,8 @@ def evaluate(
                             "untrained_bits_per_byte", "unigram_bits_per_byte",
                             "bigram_bits_per_byte"}},
          "tasks": {name: what `evals.harness.run_tasks` says, for `continuation` also "chance",
-                   "per_domain" (accuracies), "too_short" (documents left out)}}
+                   "per_domain" (accuracy, standard error, number), "too_short" (documents left
+                   out)}}
 
     Raises:
         ValueError: for a domain without held-out text, or a task that does not exist.
@@ -154,7 +155,7 @@ def _tasks(
         samples = folder / f"{CONTINUATION}_samples.jsonl"
         tasks[CONTINUATION] |= {
             "chance": CHANCE,
-            "per_domain": _accuracy_by_domain(samples),
+            "per_domain": _by_domain(samples),
             "too_short": too_short,
         }
     for name, task in tasks.items():
@@ -163,11 +164,19 @@ def _tasks(
     return tasks
 
 
-def _accuracy_by_domain(samples: Path) -> dict[str, float]:
+def _by_domain(samples: Path) -> dict[str, dict[str, float]]:
+    """Accuracy, its standard error and the number of questions of each domain."""
     correct = defaultdict(list)
     for sample in read_samples(samples):
         correct[sample["document"]["domain"]].append(sample["metrics"]["acc"])
-    return {domain: sum(each) / len(each) for domain, each in correct.items()}
+    return {
+        domain: {
+            "accuracy": float(np.mean(each)),
+            "standard_error": float(np.std(each) / np.sqrt(max(len(each) - 1, 1))),
+            "num_samples": len(each),
+        }
+        for domain, each in correct.items()
+    }
 
 
 def _write_atomically(path: Path, value: Mapping[str, Any]) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pipeline.config import Config, ConfigError
+from pipeline.data.sources import check_sources
+from pipeline.data.tokenizer import check_tokenizer
 from pipeline.runs import root_folder
 
 MINIMUM_FREE_BYTES = 500_000_000
@@ -17,7 +19,8 @@ def check(config: Config, stages: tuple[str, ...]) -> None:
     """Raise one `ConfigError` that lists all that is wrong or missing for these stages."""
     problems = [
         *_caught(lambda: _check_root(root_folder(config))),
-        *_caught(lambda: _check_sources(config)),
+        *_caught(lambda: check_sources(config.data)),
+        *_caught(lambda: check_tokenizer(config.data.tokenizer)),
         *_caught(lambda: _check_training(config)),
     ]
     if "train" in stages and not problems:
@@ -53,15 +56,6 @@ def _check_root(root: Path) -> None:
             f"root={root}: {free / 1e9:.2f} GB free, a run needs at least "
             f"{MINIMUM_FREE_BYTES / 1e9:.1f} GB; free some or choose another with root=..."
         )
-
-
-def _check_sources(config: Config) -> None:
-    from pipeline.data.sources import check_sources
-
-    check_sources(config.data)
-    path = config.data.tokenizer.path
-    if path and not Path(path).is_file():
-        raise ConfigError(f"data.tokenizer.path={path}: no such file")
 
 
 def _check_training(config: Config) -> None:

@@ -35,18 +35,16 @@ from quant.rounding import e2m1_values
 class Decoded:
     """An operand ready to multiply: BF16 values without the tensor scale, and the tensor scale.
 
-    A BF16 operand is one whose scale is None.
+    The values are a BF16 tensor, or an FP32 tensor that holds BF16 values. A BF16 operand is one
+    whose scale is None.
     """
 
     values: Tensor
     scale: Tensor | None = None
 
     def transpose(self) -> Decoded:
+        """The same operand the other way round: a view."""
         return Decoded(self.values.t(), self.scale)
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes
 
 
 Factor = QuantizedTensor | Decoded
@@ -58,9 +56,12 @@ def bf16_operand(x: Tensor) -> Decoded:
     return Decoded(x.to(torch.bfloat16))
 
 
-def decode(q: QuantizedTensor) -> Decoded:
-    """Codes to BF16 values without the tensor scale: exact."""
-    return Decoded(dequantize(q, torch.bfloat16, global_scale=False), q.global_scale)
+def transpose(q: QuantizedTensor, backend: str) -> Factor:
+    """A weight of square blocks, transposed: as codes where the backend multiplies codes."""
+    if backend != "emulated":
+        return q.transpose()
+    values = dequantize(q, _operand_dtype(q.codes.device), global_scale=False)
+    return Decoded(values.t(), q.global_scale)
 
 
 def choose_backend(device: torch.device) -> str:
@@ -94,26 +95,24 @@ def _tensor_scale(factor: Factor) -> Tensor | None:
     return factor.scale if isinstance(factor, Decoded) else factor.global_scale
 
 
-def _values(factor: Factor, dtype: torch.dtype) -> Tensor:
-    if isinstance(factor, Decoded):
-        return factor.values.to(dtype)
-    return dequantize(factor, dtype, global_scale=False)
+def _operand_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def _emulated(a_MR: Factor, b_NR: Factor) -> Tensor:
-    on_cpu = _device(a_MR).type == "cpu"
-    dtype = torch.float32 if on_cpu else torch.bfloat16
-    a, b = _values(a_MR, dtype), _values(b_NR, dtype)
+    a, b = _values(a_MR), _values(b_NR)
     length = min(a.shape[1], b.shape[1])
     a, b_RN = a[:, :length], b[:, :length].t()
-    if not on_cpu:
+    if a.device.type != "cpu":
         return torch.mm(a, b_RN, out_dtype=torch.float32)
     with bf16_matmul(cpu_multiplies_bf16_faster()):
         return torch.mm(a, b_RN)
 
 
-def _device(factor: Factor) -> torch.device:
-    return factor.values.device if isinstance(factor, Decoded) else factor.codes.device
+def _values(factor: Factor) -> Tensor:
+    if isinstance(factor, Decoded):
+        return factor.values.to(_operand_dtype(factor.values.device))
+    return dequantize(factor, _operand_dtype(factor.codes.device), global_scale=False)
 
 
 @contextmanager

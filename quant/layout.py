@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels import cpu
+from quant.backend import use_compiled
+
 TILE_ROWS, TILE_COLUMNS = 128, 4
 """Block scales are stored in tiles of 128 x 4; a tile is 512 consecutive scales."""
 
@@ -18,6 +21,13 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 def unpack_nibbles(packed: Tensor) -> Tensor:
     """Bytes [..., K/2] to uint8 codes [..., K] in [0, 16); inverse of `pack_nibbles`."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def transpose_nibbles(packed_RK: Tensor) -> Tensor:
+    """Packed codes [R, K/2] as those of the transposed matrix [K, R/2]; R even."""
+    if use_compiled(packed_RK):
+        return cpu.transpose_codes(packed_RK)
+    return pack_nibbles(unpack_nibbles(packed_RK).t().contiguous())
 
 
 def swizzle_scales(scales_MB: Tensor) -> Tensor:

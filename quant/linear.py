@@ -14,6 +14,9 @@ Legend: T tokens of a micro-batch, K input features, N output features, C featur
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,8 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from quant.copies import quantize_rowcol, transposed_tokens
 from quant.formats import Format
-from quant.gemm import Decoded, Factor, bf16_operand, choose_backend, gemm
-from quant.quantize import QuantizedTensor, nonfinite_count, quantize
+from quant.gemm import Decoded, Factor, bf16_operand, choose_backend, gemm, transpose
+from quant.quantize import QuantizedTensor, nonfinite_count
 from quant.recipe import BF16, LinearRecipe, Operand
 from quant.rounding import Copy, Role, RoundingKey
 from quant.statistics import Statistics
@@ -68,6 +71,24 @@ class Shared:
         self.nonfinite = count if self.nonfinite is None else self.nonfinite + count
 
 
+def _never_compiled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Keep torch.compile out: the order of operations decides the bytes, and the keys change.
+
+    As `torch.compiler.disable`, but never the first to import the compiler, which takes seconds.
+    """
+
+    @functools.wraps(forward)
+    def outside(*args: Any) -> Tensor:
+        if "torch._dynamo" not in sys.modules:
+            return forward(*args)
+        if not disabled:
+            disabled.append(torch.compiler.disable(forward))
+        return disabled[0](*args)
+
+    disabled: list[Callable[..., Tensor]] = []
+    return outside
+
+
 class QuantLinear(nn.Linear):
     """`y = x W^T` in the precision of a `LinearRecipe`, on the weight of the linear it replaces.
 
@@ -95,7 +116,7 @@ class QuantLinear(nn.Linear):
         self.weight_amax: Tensor | None = None
         self.cache = WeightCache()
         self.shared = shared
-        self._moment = shared.moment
+        self._moment: Moment | None = None
 
     @property
     def recipe(self) -> LinearRecipe:
@@ -110,23 +131,37 @@ class QuantLinear(nn.Linear):
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, fprop={self.recipes['recipe'].fprop}"
 
+    @_never_compiled
     def forward(self, x: Tensor) -> Tensor:
         """See the class. Raises ValueError where the last dimension is not in_features."""
         if x.shape[-1] != self.in_features:
             raise ValueError(f"{self.name} takes {self.in_features} features, not {tuple(x.shape)}")
-        # A forward pass inside a backward pass recomputes a checkpointed block. It must repeat what
-        # the first one did, even where the mode has changed since (an `override` that ended).
-        recompute = torch._C._current_graph_task_id() != -1
-        if not recompute:
-            self._moment = self.shared.moment
         x_TK = x.reshape(-1, self.in_features)
-        if torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad):
-            call = _Call(self, self._moment, observed=True)
+        training = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+        call = _Call(self, self._moment_of_call(training), observed=training)
+        if training:
             y_TN = _LinearFunction.apply(x_TK, self.weight, call)
         else:
-            call = _Call(self, self._moment, observed=False)
             y_TN, _ = call.fprop(x_TK, self.weight, keep_column=False)
         return y_TN.view(*x.shape[:-1], self.out_features)
+
+    def _moment_of_call(self, training: bool) -> Moment:
+        """The present moment, but in a recompute that of the forward pass it repeats.
+
+        A forward pass inside a backward pass is the recompute of a checkpointed block. The mode may
+        have changed since (an `override` that ended, an evaluation); the recompute must not.
+        """
+        inside_backward = torch._C._current_graph_task_id() != -1
+        if not inside_backward:
+            if training:
+                self._moment = self.shared.moment
+            return self.shared.moment
+        if self._moment is None:
+            raise ValueError(
+                f"{self.name} is recomputed, but its forward pass ran without gradients; use "
+                "torch.utils.checkpoint with use_reentrant=False"
+            )
+        return self._moment
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -240,22 +275,15 @@ class _Call:
         if format is None:
             in_bf16 = bf16_operand(w_NK)
             return in_bf16.transpose() if transposed else in_bf16
-        amax = self.layer.weight_amax if format.has_global_scale else None
-        copy, made = self.layer.cache.get(
-            w_NK,
-            format,
-            transposed=transposed,
-            step=self.moment.step,
-            amax=amax,
-            keep_codes=self.layer.backend != "emulated",
-        )
+        layer = self.layer
+        amax = layer.weight_amax if format.has_global_scale else None
+        along_n = transposed and not format.is_2d
+        q, made = layer.cache.get(w_NK, format, along_n=along_n, step=self.moment.step, amax=amax)
         if made:
-            self.layer.shared.count_nonfinite(nonfinite_count(w_NK))
+            layer.shared.count_nonfinite(nonfinite_count(w_NK))
         if self.recording:
-            source = w_NK.t() if transposed else w_NK
-            q = quantize(source, format, amax=amax)
-            self.statistics.operand(self.layer.name, role, source, q)
-        return copy
+            self.statistics.operand(layer.name, role, w_NK.t() if along_n else w_NK, q)
+        return transpose(q, layer.backend) if transposed and format.is_2d else q
 
     def key(self, operand: Operand, role: Role, copy: Copy) -> RoundingKey | None:
         """The rounding key of a copy; None where it is rounded to nearest."""

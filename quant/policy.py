@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -23,6 +23,15 @@ from quant.statistics import Statistics
 
 _BLOCK = re.compile(r"(?:^|\.)blocks\.(\d+)\.")
 _ALIGNMENT = 16  # what FP8 and FP4 tensor cores ask of the reduced dimension
+_FEATURES = ("in_features", "out_features")
+_BLOCKS_LIE_ALONG: Mapping[str, tuple[str, ...]] = {
+    "input": ("in_features",),
+    "weight": ("in_features",),
+    "dgrad_gradient": ("out_features",),
+    "dgrad_weight": ("out_features",),
+    "wgrad_gradient": (),  # along tokens, which are padded
+    "wgrad_input": (),
+}
 
 
 @dataclass(frozen=True)
@@ -217,7 +226,6 @@ def _check(name: str, linear: nn.Linear, recipe: LinearRecipe) -> None:
         raise ValueError(f"{name}: a recipe is applied already; build the model anew")
     if linear.bias is not None:
         raise ValueError(f"{name} has a bias, which quantized linears do not take: use bias=False")
-    sizes = {"in_features": linear.in_features, "out_features": linear.out_features}
     for role in ROLES:
         format = recipe.operand(role).spec
         if format is None:
@@ -229,10 +237,11 @@ def _check(name: str, linear: nn.Linear, recipe: LinearRecipe) -> None:
             )
         # FP8's last block of 128 may be a part of one; 4-bit and MX blocks must be whole.
         multiple = _ALIGNMENT if format.scale == "fp32" else format.block[1]
-        for size_name, size in sizes.items():
+        for feature in _FEATURES if format.is_2d else _BLOCKS_LIE_ALONG[role]:
+            size = getattr(linear, feature)
             if size % multiple:
                 raise ValueError(
                     f"{name} ({linear.out_features} x {linear.in_features}): {role} in "
-                    f"{format.name} needs {size_name} to be a multiple of {multiple}, not {size}; "
+                    f"{format.name} needs {feature} to be a multiple of {multiple}, not {size}; "
                     f"change the size, or keep this linear in BF16 by a rule of the recipe"
                 )

@@ -29,7 +29,7 @@ from torch.nn import functional
 from kernels import cpu
 from quant.backend import use_compiled
 from quant.formats import Format
-from quant.layout import pack_nibbles, unpack_nibbles
+from quant.layout import pack_nibbles, transpose_nibbles, unpack_nibbles
 from quant.rounding import (
     RoundingKey,
     check_elements,
@@ -93,10 +93,8 @@ class QuantizedTensor:
         rows, columns = self.shape
         transposed = torch.Size((columns, rows))
         _check_packable(transposed, self.format)
-        if self.format.element_bits == 4:
-            codes = pack_nibbles(unpack_nibbles(self.codes).t().contiguous())
-        else:
-            codes = self.codes.t().contiguous()
+        four_bits = self.format.element_bits == 4
+        codes = transpose_nibbles(self.codes) if four_bits else self.codes.t().contiguous()
         block_rows, block_columns = self.format.block
         grid = _as_bytes(self.scales)[::block_rows].t()
         scales = grid.repeat_interleave(block_columns, dim=0)[:columns].contiguous()

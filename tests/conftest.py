@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,3 +17,12 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no shared reference data at {folder}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """A local Ray for all tests that need one: starting it takes seconds."""
+    from pipeline.ray_session import ray_session as session
+
+    with session():
+        yield

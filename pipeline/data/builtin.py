@@ -7,6 +7,7 @@ document of one domain repeats a held-out one of the other.
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
 import os
 import sysconfig
@@ -20,7 +21,8 @@ VERSION = 1  # raise it when the documents change
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _TOPICS = "pydoc_data/topics.py"  # the language reference as a dict of texts: prose, not code
 _MIN_DOCSTRING = 60  # characters; shorter ones say what the name already says
-_Documented: TypeAlias = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_Defined: TypeAlias = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_Documented: TypeAlias = ast.Module | _Defined
 
 
 def library_folder() -> Path:
@@ -63,10 +65,13 @@ def prose_documents(relative: str) -> Iterator[Item]:
 def _parse(item: Item) -> ast.Module | None:
     if item.status != DOCUMENT:
         return None
+    gc.disable()  # a tree is many objects and no garbage: collecting took most of the time
     try:
         return ast.parse(item.text)
     except (SyntaxError, ValueError):
         return None
+    finally:
+        gc.enable()
 
 
 def _topics(tree: ast.Module) -> Iterator[str]:
@@ -95,7 +100,7 @@ def _documented(node: ast.AST, name: str) -> Iterator[tuple[str, _Documented]]:
         yield name, node
     for field in ("body", "handlers", "orelse", "finalbody"):
         for child in getattr(node, field, ()):
-            inner = f"{name}.{child.name}" if isinstance(child, _Documented) else name
+            inner = f"{name}.{child.name}" if isinstance(child, _Defined) else name
             yield from _documented(child, inner)
 
 

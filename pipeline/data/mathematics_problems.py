@@ -1,4 +1,4 @@
-"""The kinds of problems of `mathematics`: each draws a question, its worked steps and the answer."""
+"""The kinds of problems of `mathematics`: each draws a question, its worked steps, the answer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Kind(NamedTuple):
 
 
 NAMES = (
-    "Ada Ben Carla Dmitri Elena Farid Grace Hana Ivan Julia Kofi Lena Maria Noor Omar Priya Quinn "
-    "Rosa Samir Tara Uma Victor Wen Yara Zoe"
-).split()
-GOODS = "apples pencils notebooks stamps marbles cookies books tickets shells cards".split()
+    *("Ada", "Ben", "Carla", "Dmitri", "Elena", "Farid", "Grace", "Hana", "Ivan", "Julia"),
+    *("Kofi", "Lena", "Maria", "Noor", "Omar", "Priya", "Quinn", "Rosa", "Samir", "Zoe"),
+)
+GOODS = ("apples", "pencils", "stamps", "marbles", "cookies", "books", "tickets", "cards")
 
 
 def addition(rng: Random) -> Problem:
@@ -98,7 +98,9 @@ def simplify_fraction(rng: Random) -> Problem:
     factor = math.gcd(top, bottom)
     ask = rng.choice(["Simplify {}/{}.", "Write {}/{} in lowest terms.", "Reduce {}/{}."])
     steps = [f"The greatest common divisor of {top} and {bottom} is {factor}."]
-    steps.append(f"{top} / {factor} = {top // factor} and {bottom} / {factor} = {bottom // factor}.")
+    steps.append(
+        f"{top} / {factor} = {top // factor} and {bottom} / {factor} = {bottom // factor}."
+    )
     return Problem(ask.format(top, bottom), steps, str(Fraction(top, bottom)))
 
 
@@ -160,9 +162,7 @@ def percentage(rng: Random) -> Problem:
     value = Fraction(percent * base, 100)
     ask = rng.choice(["What is {}% of {}?", "Find {} percent of {}.", "How much is {}% of {}?"])
     steps = [f"1% of {base} is {_decimal(Fraction(base, 100))}."]
-    steps.append(
-        f"{percent}% is {percent} x {_decimal(Fraction(base, 100))} = {_decimal(value)}."
-    )
+    steps.append(f"{percent}% is {percent} x {_decimal(Fraction(base, 100))} = {_decimal(value)}.")
     return Problem(ask.format(percent, base), steps, _decimal(value))
 
 
@@ -192,7 +192,9 @@ def geometric_sequence(rng: Random) -> Problem:
     steps = [f"{terms[1]} / {terms[0]} = {ratio}, so each term is {ratio} times the one before."]
     steps += [f"{terms[i]} x {ratio} = {terms[i + 1]}." for i in (3, 4)]
     shown = ", ".join(map(str, terms[:4]))
-    return Problem(f"What are the next two terms of {shown}, ...?", steps, f"{terms[4]}, {terms[5]}")
+    return Problem(
+        f"What are the next two terms of {shown}, ...?", steps, f"{terms[4]}, {terms[5]}"
+    )
 
 
 def rectangle(rng: Random) -> Problem:
@@ -295,7 +297,7 @@ def sharing(rng: Random) -> Problem:
     rest, goods = rng.randrange(1, friends), rng.choice(GOODS)
     total = friends * each + rest
     question = (
-        f"{name} shares {total} {goods} evenly among {friends} friends and keeps what is left over. "
+        f"{name} shares {total} {goods} evenly among {friends} friends and keeps the rest. "
         f"How many {goods} does {name} keep?"
     )
     steps = [f"{friends} x {each} = {friends * each} is the most that can be shared evenly."]
@@ -351,7 +353,9 @@ def rounding(rng: Random) -> Problem:
     low = n // place * place
     up = n - low >= place / 2
     steps = [f"{n} lies between {low} and {low + place}; halfway is {low + place // 2}."]
-    steps.append(f"{n} is {'not below' if up else 'below'} that, so round {'up' if up else 'down'}.")
+    steps.append(
+        f"{n} is {'not below' if up else 'below'} that, so round {'up' if up else 'down'}."
+    )
     return Problem(f"Round {n} to the nearest {place}.", steps, str(low + place * up))
 
 
@@ -372,7 +376,9 @@ def probability(rng: Random) -> Problem:
     red, blue, green = (rng.randint(1, 12) for _ in range(3))
     colour, count = rng.choice([("red", red), ("blue", blue), ("green", green)])
     total = red + blue + green
-    steps = [f"There are {red} + {blue} + {green} = {total} balls, and {count} of them are {colour}."]
+    steps = [
+        f"There are {red} + {blue} + {green} = {total} balls, and {count} of them are {colour}."
+    ]
     answer = str(Fraction(count, total))
     if answer != f"{count}/{total}":
         steps.append(f"{count}/{total} in lowest terms is {answer}.")
@@ -407,8 +413,8 @@ def recipe(rng: Random) -> Problem:
     food = rng.choice(["rice", "flour", "sugar", "lentils", "oats", "butter"])
     total = people * grams
     question = (
-        f"A recipe for {people} people takes {total} grams of {food}. How much {food} is needed for "
-        f"{people + factor} people?"
+        f"A recipe for {people} people takes {total} grams of {food}. How much {food} is needed "
+        f"for {people + factor} people?"
     )
     steps = [f"One person takes {total} / {people} = {grams} grams."]
     steps.append(f"{people + factor} x {grams} = {(people + factor) * grams}.")

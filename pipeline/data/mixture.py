@@ -19,6 +19,7 @@ Three steps lead from an index to a row:
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -107,7 +108,7 @@ class Mixture:
                 name: (after[name] - before[name]) / size if size else 0.0
                 for name, size in zip(self.names, self.sizes, strict=True)
             }
-            for before, after in zip(used, used[1:], strict=False)
+            for before, after in itertools.pairwise(used)
         ]
 
     def fingerprint(self, until: int) -> str:
@@ -245,7 +246,7 @@ def _shares(weights: Sequence[float], block: int) -> tuple[int, ...]:
     for weight in exact:
         running += weight
         borders.append(round(running / total * block * CYCLE))
-    return tuple(after - before for before, after in zip(borders, borders[1:], strict=False))
+    return tuple(after - before for before, after in itertools.pairwise(borders))
 
 
 def _prefix_table(shares: Sequence[int]) -> Indices:

@@ -132,7 +132,7 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a prepared corpus. Raises `DataError` if absent, damaged or another format."""
+    """A prepared corpus's manifest. Raises `DataError` if absent, damaged or of another format."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))

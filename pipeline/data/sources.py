@@ -16,13 +16,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import fsspec
+import fsspec.implementations.arrow
+import fsspec.implementations.local
 import pyarrow as pa
+import pyarrow.fs
 import pyarrow.parquet as pq
 
 from pipeline.config import ConfigError, DataConfig, SourceConfig, nearest
 from pipeline.data import builtin, mathematics
-from pipeline.data.document import EMPTY, MALFORMED, TOO_LONG, MAX_DOCUMENT_BYTES, Item
-from pipeline.data.document import from_bytes, from_text
+from pipeline.data.document import (
+    EMPTY,
+    MALFORMED,
+    MAX_DOCUMENT_BYTES,
+    TOO_LONG,
+    Item,
+    from_bytes,
+    from_text,
+)
 
 BUILTIN = ("python", "prose", "mathematics")
 ENDINGS = {
@@ -34,6 +44,7 @@ _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 _TASK_BYTES = 32 << 20  # of input files, about
 _TASK_FILES = 2000
 _BUILTIN_TASKS = 8
+SOURCE_SHIFT = 56  # an id has the source's number above this bit
 _SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
@@ -98,7 +109,7 @@ def list_files(source: SourceConfig, key: str) -> list[InputFile]:
     files: dict[str, InputFile] = {}
     for uri in source.uris:
         found = _list_uri(uri, ENDINGS[source.format], key)
-        if not found:
+        if all(file.size == 0 for file in found):
             endings = " or ".join(f"*{ending}" for ending in ENDINGS[source.format])
             raise ConfigError(
                 f"{key}.uris: no {source.format} file ({endings}) with anything in it at {uri}"
@@ -123,7 +134,7 @@ def read_tasks(data: DataConfig) -> list[ReadTask]:
             names = builtin.library_files()
             groups = [names[i::_BUILTIN_TASKS] for i in range(_BUILTIN_TASKS)]
         else:
-            groups = _groups(list_files(source, f"data.sources.{name}"))
+            groups = list(_groups(list_files(source, f"data.sources.{name}")))
         first = 0
         for group in groups:
             tasks.append(ReadTask(number, source, data.seed, first, tuple(group)))
@@ -138,15 +149,18 @@ def read_task(task: ReadTask) -> Iterator[tuple[int, Item]]:
             yield _item_id(task.source, index, 0), mathematics.worksheet(task.seed, index)
         return
     for file, name in enumerate(task.inputs, start=task.first):
-        for row, item in enumerate(_read_input(task.config, name)):
-            yield _item_id(task.source, file, row), item
+        try:
+            for row, item in enumerate(_read_input(task.config, name)):
+                yield _item_id(task.source, file, row), item
+        except (OSError, ValueError) as error:  # pyarrow's errors are among these
+            raise ConfigError(f"{name}: cannot be read as {task.config.format}: {error}") from None
 
 
 def _item_id(source: int, file: int, row: int) -> int:
     assert source < 1 << 7
     assert file < 1 << 24
     assert row < 1 << 32
-    return source << 56 | file << 32 | row
+    return source << SOURCE_SHIFT | file << 32 | row
 
 
 def _read_input(source: SourceConfig, name: str) -> Iterator[Item]:
@@ -235,13 +249,21 @@ def _list_uri(uri: str, endings: tuple[str, ...], key: str) -> list[InputFile]:
             found = {path: system.info(path)} if system.exists(path) else {}
     except (ImportError, ValueError, OSError) as error:
         raise ConfigError(f"{key}.uris: cannot read {uri}: {error}") from None
-    return [_input_file(system, path, info) for path, info in found.items() if info["size"]]
+    scheme = uri.split("://")[0] + "://" if "://" in uri and not _is_local(system) else ""
+    return [
+        InputFile(scheme + path.removeprefix(scheme), info["size"], _version(info))
+        for path, info in found.items()
+    ]
 
 
-def _input_file(system: Any, path: str, info: dict[str, Any]) -> InputFile:
+def _is_local(system: Any) -> bool:
+    return isinstance(system, fsspec.implementations.local.LocalFileSystem)
+
+
+def _version(info: dict[str, Any]) -> str:
+    """What the file system says of a file's version: a hash of it, or its time."""
     keys = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified")
-    version = next((str(info[key]) for key in keys if info.get(key) is not None), "")
-    return InputFile(system.unstrip_protocol(path), info["size"], version)
+    return next((str(info[key]) for key in keys if info.get(key) is not None), "")
 
 
 def _groups(files: list[InputFile]) -> Iterator[list[str]]:

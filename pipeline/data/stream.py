@@ -111,9 +111,7 @@ def make_batch(
     )
 
 
-def validation_rows(
-    dataset: Dataset, source: str, sequence_length: int, max_tokens: int
-) -> Batch:
+def validation_rows(dataset: Dataset, source: str, sequence_length: int, max_tokens: int) -> Batch:
     """The first `max_tokens` of a source's held-out stream, in whole rows.
 
     The end is filled up with end-of-document tokens, whose labels are ignored, so that each token

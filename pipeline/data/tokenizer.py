@@ -71,10 +71,10 @@ def vocab_size_of(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
-def encode_documents(tokenizer: Tokenizer, texts: list[str], eos_id: int) -> list[list[int]]:
+def encode_documents(tokenizer: Tokenizer, texts: list[str], eos_id: int) -> list[NDArray[Any]]:
     """The ids of each text, followed by one end-of-document token."""
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    return [[*encoding.ids, eos_id] for encoding in encodings]
+    return [np.array([*encoding.ids, eos_id]) for encoding in encodings]
 
 
 def read_token_bytes(path: Path) -> NDArray[np.int64]:

@@ -30,8 +30,9 @@ def train_on_workers(config: Config, run: RunFolder, dataset: Path) -> dict[str,
     if cluster.workers:
         _require_resources(config)
     logging.getLogger("ray.train").setLevel(logging.WARNING)
+    worker: Any = _train_worker
     trainer = TorchTrainer(
-        _train_worker,
+        worker,
         train_loop_config=arguments,
         scaling_config=ScalingConfig(
             num_workers=cluster.workers,
@@ -45,7 +46,8 @@ def train_on_workers(config: Config, run: RunFolder, dataset: Path) -> dict[str,
             failure_config=FailureConfig(max_failures=cluster.max_failures),
         ),
     )
-    return trainer.fit().return_value
+    result: Any = trainer.fit()  # its type in Ray's stubs lacks the return value
+    return result.return_value
 
 
 def _train_worker(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -149,12 +149,14 @@ class Trainer:
         step, size = self.step, self.train.micro_batch
         self.precision.mode = self.schedule.phase(step).precision
         first = step * self.schedule.global_batch
-        micro_batches = [((batch.first_unit - first) // size, batch) for batch in batches]
+        micro_batches = [
+            ((batch.first_unit - first) // size, self._on_device(batch)) for batch in batches
+        ]
         result = train_step(
             self.model,
             self.precision,
             self.optimizer,
-            [(index, batch.to(self.device)) for index, batch in micro_batches],
+            micro_batches,
             step=step,
             learning_rate=self.schedule.learning_rate(step),
             clip_norm=self.train.clip_norm,
@@ -169,6 +171,13 @@ class Trainer:
                     "the learning rate and at the data of these steps"
                 )
         return result, time.perf_counter() - started
+
+    def _on_device(self, batch: Batch) -> Batch:
+        moved = {
+            name: getattr(batch, name).to(self.device, non_blocking=True)
+            for name in ("tokens_BT", "labels_BT", "seq_idx_BT")
+        }
+        return dataclasses.replace(batch, **moved)
 
     def _log_step(self, metrics: MetricsFile, result: StepResult, seconds: float) -> None:
         step = self.step - 1

@@ -1,4 +1,4 @@
-"""The command line: fast help, Hydra's grammar, and mistakes that get an answer instead of a trace."""
+"""The command line: fast help, Hydra's grammar, and mistakes that get an answer, not a trace."""
 
 from __future__ import annotations
 

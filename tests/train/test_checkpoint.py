@@ -80,7 +80,7 @@ def test_a_full_disk_at_any_write_leaves_the_older_checkpoint(
 
     monkeypatch.setattr(checkpoint, "save_file", fail_at(checkpoint.save_file))
     monkeypatch.setattr(checkpoint, "_write_json", fail_at(checkpoint._write_json))
-    with pytest.raises(checkpoint.CheckpointError, match="GB free.*No space left"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"GB free.*No space left"):
         save(tmp_path, 2)
     found = checkpoint.latest(tmp_path)
     assert found is not None

@@ -1,7 +1,4 @@
-"""The leaves that every block shares: a linear with FP32 weights, and RMSNorm.
-
-Legend: B batch, T tokens, D width of the last dimension.
-"""
+"""The linear that every block uses: FP32 weights, products in the activations' dtype."""
 
 from __future__ import annotations
 
@@ -26,17 +23,3 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Nothing: ``model.init.init_weights`` sets every initial value."""
-
-
-class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight``, in FP32, cast back to the input's dtype."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., D] -> [..., D]."""
-        wide = x if x.dtype == torch.float64 else x.float()
-        return F.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)

@@ -1,0 +1,288 @@
+"""The report's figures: each function draws one into a matplotlib Figure, or says that it cannot.
+
+Drawn without pyplot, so that no window system and no global state take part. One colour means one
+thing throughout: blue is the trained model, greys are what it is compared with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
+
+from pipeline.curves import Curve
+
+OURS = "#1f5fa8"
+RECIPE = "#d1662a"
+TRAINING = "#9db7d5"
+INK = "#3b4252"
+BASELINES = {"bigram": "#7b8494", "unigram": "#a9b0bc", "untrained": "#d5d9df"}
+SERIES = ("#1f5fa8", "#d1662a", "#3c8d5a", "#8c5aa8", "#b3912f", "#5f7d8c")
+WIDTH = 9.0  # inches
+
+Curves = Mapping[str, Curve]
+Results = Mapping[str, Any]
+
+
+def draw_all(curves: Curves, results: Results) -> dict[str, Figure]:
+    """Every figure that the run has the numbers for, by name."""
+    drawings: dict[str, Callable[[Curves, Results], Figure | None]] = {
+        "loss": draw_loss,
+        "validation": draw_validation,
+        "schedule": draw_schedule,
+        "domains": draw_domains,
+        "continuation": draw_continuation,
+        "quantization": draw_quantization,
+    }
+    drawn = {name: draw(curves, results) for name, draw in drawings.items()}
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def draw_loss(curves: Curves, results: Results) -> Figure | None:
+    """Training loss, raw and smoothed, and the held-out loss in both precisions."""
+    if "train/loss" not in curves:
+        return None
+    figure, (axes,) = _figure(1, height=4.2)
+    train = curves["train/loss"]
+    unit, divisor = _token_unit(curves)
+    axes.plot(train.tokens / divisor, train.values, color=TRAINING, linewidth=0.7, alpha=0.8)
+    smooth = train.smooth()
+    axes.plot(smooth.tokens / divisor, smooth.values, color=OURS, linewidth=1.8, label="training")
+    held_out = {"bf16": (INK, "o", "held out, BF16"), "recipe": (RECIPE, "x", "held out, recipe")}
+    for precision, (color, marker, label) in held_out.items():
+        if curve := curves.get(f"validation/loss_{precision}"):
+            axes.plot(
+                curve.tokens / divisor,
+                curve.values,
+                color=color,
+                marker=marker,
+                markersize=5,
+                linewidth=1,
+                linestyle=":",
+                label=label,
+            )
+    axes.set_ylim(*_loss_limits(train.values))
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_xlabel(f"tokens trained ({unit})")
+    _mark_phases(axes, results, divisor)
+    axes.legend(loc="upper right")
+    return figure
+
+
+def draw_validation(curves: Curves, results: Results) -> Figure | None:
+    """The held-out loss of each domain, in BF16."""
+    ending = "/loss_bf16"
+    domains = [name for name in curves if re.fullmatch(f"validation/.+{ending}", name)]
+    if not domains:
+        return None
+    figure, (axes,) = _figure(1, height=3.4)
+    unit, divisor = _token_unit(curves)
+    for color, name in zip(_cycle(SERIES, len(domains)), domains, strict=True):
+        curve = curves[name]
+        label = name.removeprefix("validation/").removesuffix(ending)
+        axes.plot(
+            curve.tokens / divisor, curve.values, color=color, marker="o", markersize=4, label=label
+        )
+    axes.set_ylabel("held-out loss (nats per token)")
+    axes.set_xlabel(f"tokens trained ({unit})")
+    _mark_phases(axes, results, divisor)
+    axes.legend(loc="upper right")
+    return figure
+
+
+def draw_schedule(curves: Curves, results: Results) -> Figure | None:
+    """Learning rate and gradient norm."""
+    panels = {
+        "train/learning_rate": "learning rate",
+        "train/grad_norm": "gradient norm",
+    }
+    panels = {name: label for name, label in panels.items() if name in curves}
+    if not panels:
+        return None
+    figure, all_axes = _figure(len(panels), height=2.8)
+    unit, divisor = _token_unit(curves)
+    for axes, (name, label) in zip(all_axes, panels.items(), strict=True):
+        curve = curves[name]
+        noisy = name == "train/grad_norm"
+        axes.plot(
+            curve.tokens / divisor,
+            curve.values,
+            color=TRAINING if noisy else OURS,
+            linewidth=0.7 if noisy else 1.8,
+        )
+        if noisy:
+            smooth = curve.smooth()
+            axes.plot(smooth.tokens / divisor, smooth.values, color=OURS, linewidth=1.8)
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        else:
+            axes.set_ylim(bottom=0)
+            axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
+        axes.set_ylabel(label)
+        axes.set_xlabel(f"tokens trained ({unit})")
+        _mark_phases(axes, results, divisor, labels=False)
+    return figure
+
+
+def draw_domains(curves: Curves, results: Results) -> Figure | None:
+    """Bits per byte of each domain beside its baselines."""
+    domains = results.get("eval", {}).get("domains")
+    if not domains:
+        return None
+    kinds = {"trained": OURS} | BASELINES
+    figure, (axes,) = _figure(1, height=0.9 + 0.95 * len(domains))
+    height = 0.8 / len(kinds)
+    for place, (kind, color) in enumerate(kinds.items()):
+        key = "bits_per_byte" if kind == "trained" else f"{kind}_bits_per_byte"
+        values = [domain[key] for domain in domains.values()]
+        bars = axes.barh(
+            np.arange(len(domains)) + place * height, values, height * 0.88, color=color, label=kind
+        )
+        axes.bar_label(bars, fmt="%.2f", padding=4, fontsize=8.5, color=INK)
+    axes.set_yticks(np.arange(len(domains)) + 1.5 * height, list(domains))
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="y", visible=False)
+    axes.margins(x=0.1)
+    axes.set_xlabel("bits per byte of held-out text (lower is better)")
+    figure.legend(loc="outside upper center", ncols=len(kinds), frameon=False)
+    return figure
+
+
+def draw_continuation(curves: Curves, results: Results) -> Figure | None:
+    """Accuracy of the multiple-choice task, in all and by domain, with standard errors."""
+    task = results.get("eval", {}).get("tasks", {}).get("continuation")
+    if not task:
+        return None
+    per_domain = task.get("per_domain", {})
+    rows = {"all": task} | per_domain
+    names = list(rows)
+    shares = [row["accuracy"] for row in rows.values()]
+    errors = [row["standard_error"] for row in rows.values()]
+    figure, (axes,) = _figure(1, height=0.9 + 0.42 * len(names))
+    colors = [OURS] + [TRAINING] * len(per_domain)
+    axes.barh(names, shares, 0.6, color=colors, xerr=errors, error_kw={"ecolor": INK})
+    for name, share, error in zip(names, shares, errors, strict=True):
+        axes.annotate(
+            f"{share:.0%}",
+            (share + error, name),
+            (6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8.5,
+            color=INK,
+        )
+    axes.axvline(task["chance"], color=INK, linestyle="--", linewidth=1)
+    axes.annotate(
+        "chance", (task["chance"], 1), (0, 3), xycoords=("data", "axes fraction"),
+        textcoords="offset points", ha="center", fontsize=8.5, color=INK,
+    )  # fmt: skip
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_xlabel("questions answered rightly (whiskers: one standard error)")
+    return figure
+
+
+def draw_quantization(curves: Curves, results: Results) -> Figure | None:
+    """Rounding error and flushed elements by operand: the median layer, and the span of all."""
+    panels = {
+        "error": "relative rounding error",
+        "flushed": "elements rounded to zero",
+    }
+    found = {stat: _by_role(curves, stat) for stat in panels}
+    if not any(found.values()):
+        return None
+    figure, all_axes = _figure(len(panels), height=3.4)
+    unit, divisor = _token_unit(curves)
+    for axes, (stat, label) in zip(all_axes, panels.items(), strict=True):
+        for color, (role, layers) in zip(
+            _cycle(SERIES, len(found[stat])), sorted(found[stat].items()), strict=True
+        ):
+            tokens = layers[0].tokens / divisor
+            values = np.array([layer.values for layer in layers])
+            axes.fill_between(tokens, values.min(0), values.max(0), color=color, alpha=0.12, lw=0)
+            axes.plot(
+                tokens,
+                np.median(values, axis=0),
+                color=color,
+                marker="o",
+                markersize=3,
+                label=role.replace("_", " "),
+            )
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_xlabel(f"tokens trained ({unit})")
+    handles, labels = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
+    return figure
+
+
+def _by_role(curves: Curves, stat: str) -> dict[str, list[Curve]]:
+    """Curves named quant/<layer>/<role>/<stat>, by role; layers measured as often as the first."""
+    roles: dict[str, list[Curve]] = {}
+    for name, curve in curves.items():
+        if name.startswith("quant/") and name.endswith(f"/{stat}"):
+            layers = roles.setdefault(name.split("/")[-2], [])
+            if not layers or len(layers[0].tokens) == len(curve.tokens):
+                layers.append(curve)
+    return roles
+
+
+def _figure(columns: int, height: float) -> tuple[Figure, Sequence[Axes]]:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained", dpi=150)
+    grid = figure.subplots(1, columns, squeeze=False)[0]
+    for axes in grid:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color("#b7bdc8")
+        axes.tick_params(colors=INK, labelsize=9)
+        axes.xaxis.label.set_color(INK)
+        axes.yaxis.label.set_color(INK)
+        axes.grid(color="#eceef2", linewidth=0.8)
+        axes.set_axisbelow(True)
+    return figure, list(grid)
+
+
+def _mark_phases(axes: Axes, results: Results, divisor: float, labels: bool = True) -> None:
+    """A vertical line where each phase after the first begins."""
+    for phase in results.get("train", {}).get("phases", [])[1:]:
+        place = phase["start_tokens"] / divisor
+        axes.axvline(place, color="#8a93a3", linestyle="--", linewidth=0.9, zorder=1)
+        if labels:
+            axes.annotate(
+                phase["name"], (place, 1), (0, 3), xycoords=("data", "axes fraction"),
+                textcoords="offset points", ha="center", fontsize=8.5, color=INK,
+            )  # fmt: skip
+
+
+def _token_unit(curves: Curves) -> tuple[str, float]:
+    """The unit of the token axis, and how many tokens it is."""
+    most = max(curve.tokens[-1] for curve in curves.values())
+    for name, size in (("trillions", 1e12), ("billions", 1e9), ("millions", 1e6)):
+        if most >= size:
+            return name, size
+    return "thousands", 1e3
+
+
+def _loss_limits(values: np.ndarray) -> tuple[float, float]:
+    """From the least loss to the first, with a margin; what is not finite is left out."""
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return 0.0, 1.0
+    low, high = float(finite.min()), float(max(finite[0], np.percentile(finite, 99)))
+    margin = 0.06 * max(high - low, 0.1)
+    return low - margin, high + margin
+
+
+def _cycle(colors: Sequence[str], count: int) -> list[str]:
+    return [colors[i % len(colors)] for i in range(count)]

@@ -1,0 +1,235 @@
+"""Sources: what is found where, what each item becomes, and mistakes told before any work."""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import json
+import re
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.config import ConfigError, SourceConfig
+from pipeline.data import builtin, mathematics, sources
+from pipeline.data.document import MAX_DOCUMENT_BYTES, Item
+from pipeline.data.mathematics_problems import RESERVED_KINDS, TRAINED_KINDS
+from tests.data.corpora import configuration, write_texts
+
+
+def read(source: SourceConfig) -> list[tuple[int, Item]]:
+    tasks = sources.read_tasks(configuration({"text": source}))
+    return [item for task in tasks for item in sources.read_task(task)]
+
+
+def files(uri: Path | str, **changes: str) -> SourceConfig:
+    return SourceConfig(uris=(str(uri),), **changes)
+
+
+def statuses(source: SourceConfig) -> list[str]:
+    return [item.status for _, item in read(source)]
+
+
+def test_each_text_file_is_a_document_and_what_is_none_is_said(tmp_path: Path) -> None:
+    too_long = b"x" * (MAX_DOCUMENT_BYTES + 1)
+    raws = ["one\n", "", " \n\t", b"\xff\xfe", "\ufeffmark", too_long, "d\r\nos"]
+    items = read(files(write_texts(tmp_path, raws)))
+    assert [item.status for _, item in items] == [
+        *("document", "empty", "empty", "invalid_utf8", "document", "too_long", "document")
+    ]
+    assert [item.text for _, item in items if item.text] == ["one\n", "mark", "d\r\nos"]
+    assert len({id_ for id_, _ in items}) == len(raws)
+
+
+def test_folders_globs_and_files_are_found_at_any_depth_once(tmp_path: Path) -> None:
+    write_texts(tmp_path / "a" / "b", ["1", "2"])
+    write_texts(tmp_path / "a", ["3"])
+    write_texts(tmp_path / "a", ["hidden"], ending=".md")
+    (tmp_path / "a" / ".hidden").write_text("x")
+    for uri, number in [("a", 4), ("a/*.txt", 1), ("a/**/*.txt", 3), ("a/b/0001.txt", 1)]:
+        found = sources.list_files(files(tmp_path / uri), "data.sources.text")
+        assert len(found) == number, uri
+    twice = SourceConfig(uris=(str(tmp_path / "a"), f"file://{tmp_path}/a/b"))
+    assert len(sources.list_files(twice, "data.sources.text")) == 4
+
+
+def test_remote_places_are_read_through_fsspec(tmp_path: Path) -> None:
+    import fsspec
+
+    remote = fsspec.filesystem("memory")
+    remote.pipe("/corpus/one.jsonl", b'{"text": "far away"}\n')
+    items = read(files("memory://corpus", format="jsonl"))
+    assert [item.text for _, item in items] == ["far away"]
+
+
+LINES = b"\n".join(
+    [
+        json.dumps({"text": "first", "more": 1}).encode(),
+        b"not json",
+        b'{"other": "column"}',
+        b'{"text": null}',
+        b'{"text": 5}',
+        b"[]",
+        b'{"text": "\xff"}',
+        b"",
+        json.dumps({"text": "\ud800"}).encode(),
+        json.dumps({"text": "last\u00e9"}, ensure_ascii=False).encode(),
+    ]
+)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_json_lines_plain_or_compressed(tmp_path: Path, ending: str) -> None:
+    packed = {
+        ".jsonl": LINES,
+        ".jsonl.gz": gzip.compress(LINES),
+        ".jsonl.zst": pa.compress(LINES, codec="zstd", asbytes=True),
+    }
+    (tmp_path / f"corpus{ending}").write_bytes(packed[ending])
+    assert statuses(files(tmp_path, format="jsonl")) == [
+        *("document", "malformed", "malformed", "empty", "malformed", "malformed"),
+        *("invalid_utf8", "empty", "invalid_utf8", "document"),
+    ]
+
+
+def test_a_column_of_parquet_files(tmp_path: Path) -> None:
+    for i, kind in enumerate([pa.string(), pa.large_string(), pa.binary()]):
+        values = [b"one", b"", None, b"four"] if kind == pa.binary() else ["one", "", None, "four"]
+        table = pa.table({"body": pa.array(values, kind), "id": [1, 2, 3, 4]})
+        pq.write_table(table, tmp_path / f"{i}.parquet")
+    found = statuses(files(tmp_path, format="parquet", text_column="body"))
+    assert found == ["document", "empty", "empty", "document"] * 3
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n')
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(LINES * 50)[:-20])
+    with pytest.raises(ConfigError, match=r"b\.jsonl\.gz: cannot be read as jsonl"):
+        read(files(tmp_path, format="jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            SourceConfig(uris=("{folder}/none",)),
+            r"sources\.mine\.uris: no text file .* {folder}/no",
+        ),
+        (SourceConfig(uris=("{folder}/empty",)), r"sources\.mine\.uris: no text file"),
+        (SourceConfig(uris=("{folder}/blank",)), "with anything in it"),
+        (SourceConfig(uris=("{folder}/*.md",)), r"no text file .* {folder}/\*\.md"),
+        (SourceConfig(uris=("{folder}/json",), format="parquet"), r"no parquet file \(\*\.parquet"),
+        (SourceConfig(uris=("{folder}/json",), format="json"), "did you mean jsonl"),
+        (
+            SourceConfig(uris=("{folder}/json",), format="jsonl", text_column="body"),
+            r"text_column: {folder}/json/0000\.jsonl has no 'body'; it has text, id",
+        ),
+        (SourceConfig(uris=("{folder}/bad",), format="jsonl"), r"bad/0000\.jsonl is no jsonl file"),
+        (SourceConfig(uris=("nosuch://bucket/x",)), "cannot read nosuch://bucket/x"),
+        (SourceConfig(builtin="pyton"), "did you mean python"),
+    ],
+)
+def test_a_mistake_is_told_before_any_work(
+    tmp_path: Path, source: SourceConfig, message: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    write_texts(tmp_path / "blank", [""])
+    write_texts(tmp_path / "json", ['{"text": "x", "id": 1}\n'], ending=".jsonl")
+    write_texts(tmp_path / "bad", ["no json\n"], ending=".jsonl")
+    uris = tuple(uri.replace("{folder}", str(tmp_path)) for uri in source.uris)
+    config = configuration({"mine": SourceConfig(**{**vars(source), "uris": uris})})
+    with pytest.raises(ConfigError, match=message.replace("{folder}", re.escape(str(tmp_path)))):
+        sources.check_sources(config)
+
+
+def test_a_name_that_cannot_be_a_files_is_refused() -> None:
+    with pytest.raises(ConfigError, match="letters, digits"):
+        sources.check_sources(configuration({"a/b": SourceConfig(builtin="python")}))
+
+
+def test_identity_changes_with_the_files(tmp_path: Path) -> None:
+    config = configuration({"text": files(write_texts(tmp_path, ["one", "two"]))})
+    before = sources.identity(config)
+    assert sources.identity(config) == before
+    (tmp_path / "0001.txt").write_text("three")
+    assert sources.identity(config) != before
+
+
+def test_code_is_the_librarys_without_tests_and_docstrings() -> None:
+    names = builtin.library_files()
+    assert {"ast.py", "json/decoder.py"} <= set(names)
+    assert not any("site-packages" in name or "/test" in name for name in names)
+    source = (builtin.library_folder() / "textwrap.py").read_text()
+    code = builtin.code_document("textwrap.py").text
+    assert ast.get_docstring(ast.parse(source))
+    trees = ast.parse(source), ast.parse(code)
+    names_in = [[node.id for node in ast.walk(t) if isinstance(node, ast.Name)] for t in trees]
+    assert names_in[0] == names_in[1]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    assert not any(
+        ast.get_docstring(node) for node in ast.walk(trees[1]) if isinstance(node, documented)
+    )
+
+
+def test_cutting_docstrings_leaves_code_that_parses_even_where_they_are_all_of_it() -> None:
+    for name in builtin.library_files()[::40]:
+        item = builtin.code_document(name)
+        if item.text:
+            ast.parse(item.text)
+    cut = builtin._without_docstrings
+    alone = 'class A:\n    """only"""\n\ndef f(): "here"\n\nclass B:\n    """a"""; x = 1\n'
+    assert cut(alone, ast.parse(alone)) == alone.replace('    """only"""', "    ...")
+
+
+def test_prose_is_parsed_from_sources_and_imports_none_of_them() -> None:
+    before = set(sys.modules)
+    (module,) = builtin.prose_documents("this.py")
+    assert module.status == "empty"  # it prints when imported, and documents nothing
+    (text,) = builtin.prose_documents("textwrap.py")
+    assert text.text.startswith("textwrap.TextWrapper\n\nObject for wrapping/filling text.")
+    assert "textwrap.dedent\n\nRemove any common leading whitespace" in text.text
+    topics = list(builtin.prose_documents("pydoc_data/topics.py"))
+    assert len(topics) > 50
+    assert set(sys.modules) - before <= {"textwrap"}
+
+
+def test_a_worksheet_is_a_pure_function_of_seed_and_index() -> None:
+    sheets = [mathematics.worksheet(0, i) for i in range(200)]
+    assert [mathematics.worksheet(0, i) for i in reversed(range(200))] == sheets[::-1]
+    assert len({sheet.text for sheet in sheets}) == 200
+    assert mathematics.worksheet(1, 0) != sheets[0]
+
+
+def test_reserved_kinds_appear_in_reserved_worksheets_only() -> None:
+    reserved_titles = {kind.title for kind in RESERVED_KINDS}
+    assert not reserved_titles & {kind.title for kind in TRAINED_KINDS}
+    seen: dict[bool, set[str]] = {True: set(), False: set()}
+    for i in range(2_000):
+        sheet = mathematics.worksheet(0, i)
+        seen[sheet.reserved].add(sheet.text.split("\n")[0])
+    assert seen[True] == reserved_titles
+    assert seen[False] == {kind.title for kind in TRAINED_KINDS}
+
+
+def test_enough_worksheets_are_made_for_the_bytes_asked() -> None:
+    total = mathematics.num_worksheets(300_000, 0.02)
+    sheets = [mathematics.worksheet(5, i) for i in range(total)]
+    size = sum(len(sheet.text.encode()) for sheet in sheets if not sheet.reserved)
+    assert 300_000 / 0.98 < size < 450_000
+
+
+EQUATION = re.compile(r"(?<![\w/.])(-?\d+(?: [-+x/] \d+)+) = (-?\d+)(?!\w|\.\d|/| [-+x/])")
+
+
+def test_the_worked_steps_are_right() -> None:
+    """Every plain equation on 2000 worksheets holds."""
+    checked = 0
+    for i in range(2_000):
+        for left, right in EQUATION.findall(mathematics.worksheet(0, i).text):
+            value = eval(left.replace(" x ", " * "))
+            assert value == int(right), f"{left} = {right}"
+            checked += 1
+    assert checked > 5_000

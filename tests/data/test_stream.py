@@ -1,0 +1,178 @@
+"""Batches hold what the plan names, with labels that stay within documents."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.data.mixture import Mixture
+from pipeline.data.shards import Dataset
+from pipeline.data.stream import IGNORED, Batch, MixtureStream, validation_rows
+from tests.data.corpora import EOS, document, write_corpus
+
+UNIT = 16
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    documents = [document(3 * i, 3 + (5 * i) % 23) for i in range(120)]
+    folder = write_corpus(
+        tmp_path_factory.mktemp("stream") / "corpus",
+        {"code": documents[:70], "prose": documents[70:]},
+        holdout=[document(50, 9), document(90, 30), document(120, 3)],
+    )
+    return Dataset.open(folder)
+
+
+@pytest.fixture(scope="module")
+def stream(dataset: Dataset) -> MixtureStream:
+    sources = {name: dataset.num_units(name, UNIT) for name in dataset.sources}
+    phases = [(37, {"code": 0.5, "prose": 0.5}), (400, {"code": 0.2, "prose": 0.8})]
+    return MixtureStream(dataset, Mixture(sources, phases, block=20), UNIT)
+
+
+def equal(one: Batch, other: Batch) -> bool:
+    fields = ("tokens_BT", "labels_BT", "seq_idx_BT", "source_B")
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in fields)
+
+
+def test_rows_are_the_slices_that_the_plan_names(stream: MixtureStream) -> None:
+    batch = stream.read(30, 25, UNIT)
+    source, row = stream.mixture.locate(np.arange(30, 55))
+    assert (batch.first_unit, batch.num_units) == (30, 25)
+    assert batch.source_B.tolist() == source.tolist()
+    for i in range(25):
+        name = stream.mixture.names[source[i]]
+        expected = stream.dataset.read(name, int(row[i]) * UNIT, UNIT)
+        assert batch.tokens_BT[i].tolist() == expected.tolist()
+
+
+def test_types(stream: MixtureStream) -> None:
+    batch = stream.read(0, 2, 8)
+    assert batch.tokens_BT.dtype == batch.labels_BT.dtype == batch.source_B.dtype == torch.int64
+    assert batch.seq_idx_BT.dtype == torch.int32
+    assert batch.tokens_BT.shape == batch.labels_BT.shape == batch.seq_idx_BT.shape == (4, 8)
+
+
+def test_a_label_is_the_next_token_and_none_crosses_a_documents_end(stream: MixtureStream) -> None:
+    source, row = stream.mixture.locate(np.arange(60))
+    batch = stream.read(0, 60, UNIT)
+    assert (batch.labels_BT == IGNORED).equal(batch.tokens_BT == EOS)
+    for i in range(60):
+        name = stream.mixture.names[source[i]]
+        following = stream.dataset.read(name, int(row[i]) * UNIT + 1, UNIT).tolist()
+        for token, label, after in zip(
+            batch.tokens_BT[i].tolist(), batch.labels_BT[i].tolist(), following, strict=True
+        ):
+            assert label == (IGNORED if token == EOS else after)
+
+
+def test_documents_are_numbered_within_their_row(stream: MixtureStream) -> None:
+    batch = stream.read(0, 40, UNIT)
+    ends = (batch.tokens_BT == EOS).long()
+    assert batch.seq_idx_BT.equal((ends.cumsum(1) - ends).int())
+
+
+def test_a_shorter_sequence_cuts_the_same_units_into_consecutive_rows(
+    stream: MixtureStream,
+) -> None:
+    whole, halves = stream.read(5, 10, UNIT), stream.read(5, 10, UNIT // 2)
+    for name in ("tokens_BT", "labels_BT"):
+        assert getattr(halves, name).equal(getattr(whole, name).reshape(20, UNIT // 2))
+    assert halves.source_B.equal(whole.source_B.repeat_interleave(2))
+    with pytest.raises(ValueError, match="does not divide a unit of 16"):
+        stream.read(0, 1, 5)
+
+
+def test_batches_do_not_depend_on_how_units_are_grouped(stream: MixtureStream) -> None:
+    whole = stream.read(0, 24, UNIT)
+    parts = [stream.read(first, 3, UNIT) for first in range(0, 24, 3)]
+    assert torch.cat([part.tokens_BT for part in parts]).equal(whole.tokens_BT)
+    assert torch.cat([part.labels_BT for part in parts]).equal(whole.labels_BT)
+
+
+def test_three_epochs_read_every_row_three_times_wherever_training_resumes(
+    dataset: Dataset,
+) -> None:
+    rows = dataset.num_units("prose", UNIT)
+    mix = Mixture({"code": 1, "prose": rows}, [(3 * rows, {"prose": 1.0})], block=7)
+    stream = MixtureStream(dataset, mix, UNIT)
+    whole = stream.read(0, 3 * rows, UNIT).tokens_BT
+    for step in range(0, 3 * rows, 5):  # a stream built anew has no position to lose
+        resumed = MixtureStream(dataset, mix, UNIT).read(step, 3 * rows - step, UNIT)
+        assert resumed.tokens_BT.equal(whole[step:])
+    epochs = whole.reshape(3, rows, UNIT).tolist()
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    assert epochs[0] != epochs[1]
+
+
+def test_iterate_gives_the_batches_of_the_requests_in_order(stream: MixtureStream) -> None:
+    requests = [(first, 4, UNIT if first < 80 else UNIT // 2) for first in range(0, 160, 4)]
+    batches = list(stream.iterate(requests, prefetch=3))
+    assert [batch.first_unit for batch in batches] == [first for first, _, _ in requests]
+    assert all(
+        equal(batch, stream.read(*request))
+        for batch, request in zip(batches, requests, strict=True)
+    )
+
+
+def test_iterate_reads_no_further_ahead_than_asked(stream: MixtureStream) -> None:
+    taken = []
+
+    def requests() -> Iterator[tuple[int, int, int]]:
+        for first in range(100):
+            taken.append(first)
+            yield first, 1, UNIT
+
+    batches = stream.iterate(requests(), prefetch=2)
+    next(batches)
+    time.sleep(0.1)
+    assert len(taken) <= 1 + 2 + 1  # used, waiting, and the one that waits to get in
+    batches.close()
+
+
+def test_an_error_while_reading_ahead_is_raised_where_its_batch_would_come(
+    stream: MixtureStream,
+) -> None:
+    batches = stream.iterate([(0, 1, UNIT), (10**9, 1, UNIT), (1, 1, UNIT)])
+    assert next(batches).first_unit == 0
+    with pytest.raises(ValueError, match="outside the plan"):
+        next(batches)
+
+
+def test_closing_an_iterator_ends_its_thread(stream: MixtureStream) -> None:
+    batches = stream.iterate(((first, 1, UNIT) for first in range(300)), prefetch=1)
+    next(batches)
+    batches.close()
+    assert not any(thread.name == "read-ahead" for thread in threading.enumerate())
+
+
+def test_validation_rows_predict_every_held_out_token_after_a_documents_first_once(
+    dataset: Dataset,
+) -> None:
+    batch = validation_rows(dataset, "prose", 8, 10**6)
+    stream = dataset.holdout("prose").tolist()
+    assert batch.tokens_BT.shape == (6, 8)  # 45 tokens
+    assert batch.tokens_BT.flatten().tolist() == stream + [EOS] * 3
+    labels = batch.labels_BT.flatten()
+    expected = [after for token, after in itertools.pairwise(stream) if token != EOS]
+    assert labels[labels != IGNORED].tolist() == expected
+    assert set(batch.source_B.tolist()) == {1}
+
+
+def test_validation_rows_stop_at_whole_rows_within_max_tokens(dataset: Dataset) -> None:
+    batch = validation_rows(dataset, "code", 8, 20)
+    assert batch.tokens_BT.flatten().tolist() == dataset.holdout("code")[:16].tolist()
+    assert batch.labels_BT[1, -1] == dataset.holdout("code")[16]
+
+
+def test_a_source_without_held_out_documents_has_no_validation_rows(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path / "corpus", {"code": [document(0, 50)]})
+    assert validation_rows(Dataset.open(folder), "code", 8, 1000).tokens_BT.shape == (0, 8)

@@ -1,0 +1,164 @@
+"""The default run, shortened: what it leaves, a kill and a resume, and the eval stage alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+from safetensors.torch import load_file
+
+from pipeline.train.metrics import final_records
+from tests.integration.runs import SHORT, Run, pipeline, run_folder, start_and_kill
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    checkpoint = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    tensors = {}
+    for name in ("model", "optimizer"):
+        for key, value in load_file(checkpoint / f"{name}.safetensors").items():
+            tensors[f"{name}/{key}"] = value.numpy().tobytes()
+    return tensors
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    return [
+        (record["step"], record["metrics"]["train/loss"])
+        for record in final_records(folder / "metrics.jsonl")
+        if record["kind"] == "train"
+    ]
+
+
+def test_the_run_leaves_results_of_every_stage(finished: Run) -> None:
+    results = finished.results
+    assert results["status"] == "finished"
+    assert set(results["seconds"]) == {"prepare", "train", "eval", "report"}
+    assert results["train"]["tokens"] == 196_608
+    assert len(results["train"]["phases"]) == 2
+    assert set(results["train"]["validation"]) == {"recipe", "bf16"}
+    domains = results["eval"]["domains"]
+    assert set(domains) == {"code", "prose", "mathematics"}
+    for domain in domains.values():
+        assert 0 < domain["bits_per_byte"] < domain["untrained_bits_per_byte"]
+        assert domain["bigram_bits_per_byte"] < domain["unigram_bits_per_byte"]
+    task = results["eval"]["tasks"]["continuation"]
+    assert task["chance"] == 0.25
+    assert task["num_samples"] >= 40
+    assert 0 < task["standard_error"] < 0.1
+
+
+def test_training_lowers_the_loss_over_both_phases(finished: Run) -> None:
+    curve = losses(finished.folder)
+    assert [step for step, _ in curve] == list(range(1, 25))
+    assert curve[-1][1] < curve[0][1] - 1.0
+
+
+def test_the_recipe_is_what_ran(finished: Run) -> None:
+    rows = {row["name"]: row for row in finished.results["precision_table"]}
+    assert "NVFP4" in rows["blocks.1.ffn.up"]["fprop"].upper()
+    assert "SR" in rows["blocks.1.ffn.up"]["dgrad"].upper()
+    assert rows["blocks.0.mamba.out"]["fprop"].upper().count("NVFP4") == 0
+    assert all(row["backend"] == "emulated" for row in rows.values())
+
+
+def test_the_resolved_configuration_stands_in_the_run_and_its_checkpoint(finished: Run) -> None:
+    config = yaml.safe_load((finished.folder / "config.yaml").read_text())
+    checkpoint = sorted((finished.folder / "checkpoints").glob("step-*"))[-1]
+    assert json.loads((checkpoint / "state.json").read_text())["config"] == config
+    assert "${" not in json.dumps(config)
+
+
+def test_the_report_is_one_file_that_needs_no_other(finished: Run) -> None:
+    page = (finished.folder / "report.html").read_text()
+    assert not re.search(r"""(src|href)=["']?https?://""", page)
+    assert page.count("data:image/png;base64,") >= 2
+    assert len(list((finished.folder / "figures").glob("*.png"))) >= 2
+
+
+def test_the_last_lines_say_where_things_are_and_what_to_type_next(finished: Run) -> None:
+    tail = finished.output[-1500:]
+    assert str(finished.folder / "report.html") in tail
+    assert f"mlflow ui --backend-store-uri sqlite:///{finished.root}/mlflow.db" in tail
+    assert f"python -m pipeline eval run={finished.folder.name}" in tail
+
+
+def test_mlflow_holds_the_run_by_step_and_by_tokens(finished: Run) -> None:
+    client = MlflowClient(f"sqlite:///{finished.root}/mlflow.db")
+    run = client.get_run(finished.results["mlflow_run_id"])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["precision.recipe"] == "nvfp4"
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert sorted((m.step, m.value) for m in history) == losses(finished.folder)
+    by_tokens = client.get_metric_history(run.info.run_id, "by_tokens/train/loss")
+    assert max(m.step for m in by_tokens) == 196_608
+    domain = finished.results["eval"]["domains"]["code"]
+    assert run.data.metrics["eval/domains/code/bits_per_byte"] == domain["bits_per_byte"]
+    names = {item.path for item in client.list_artifacts(run.info.run_id)}
+    assert {"report.html", "figures", "config.yaml", "results.json"} <= names
+    experiment = client.get_experiment_by_name("nvfp4-pretrain")
+    models = client.search_logged_models([experiment.experiment_id])
+    assert any(m.source_run_id == run.info.run_id for m in models)
+
+
+def test_a_killed_run_resumes_to_the_bits_of_an_undisturbed_one(finished: Run) -> None:
+    root = finished.root
+    start_and_kill(root, "run", *SHORT, after_step=15)
+    killed = run_folder(root)
+    assert killed != finished.folder
+    assert losses(killed)[-1][0] < 24
+    result = pipeline(root, "run", *SHORT, "resume=true")
+    assert result.returncode == 0, result.stderr
+    assert run_folder(root) == killed
+    assert weights(killed) == weights(finished.folder)
+    assert losses(killed) == losses(finished.folder)
+    client = MlflowClient(f"sqlite:///{root}/mlflow.db")
+    run_id = json.loads((killed / "results.json").read_text())["mlflow_run_id"]
+    history = client.get_metric_history(run_id, "train/loss")
+    assert sorted((m.step, m.value) for m in history) == losses(finished.folder)
+    shutil.rmtree(killed)
+
+
+def test_an_interrupted_run_says_how_to_go_on_and_exits_with_75(finished: Run) -> None:
+    root = finished.root
+    code = start_and_kill(root, "run", *SHORT, "seed=1", after_step=2, sig=signal.SIGINT)
+    stopped = run_folder(root)
+    assert code == 75
+    assert json.loads((stopped / "results.json").read_text())["status"] == "interrupted"
+    run_id = json.loads((stopped / "results.json").read_text())["mlflow_run_id"]
+    client = MlflowClient(f"sqlite:///{root}/mlflow.db")
+    assert client.get_run(run_id).info.status == "KILLED"
+    result = pipeline(root, "run", *SHORT, f"resume={stopped.name}")
+    assert result.returncode == 2
+    assert "seed (1 then, 0 now)" in result.stderr
+    shutil.rmtree(stopped)
+
+
+def test_resume_without_an_unfinished_run_of_this_configuration_is_refused(finished: Run) -> None:
+    result = pipeline(finished.root, "run", *SHORT, "resume=true")
+    assert result.returncode == 2
+    assert "no unfinished run" in result.stderr
+
+
+def test_eval_reruns_alone_and_adds_to_the_run(finished: Run) -> None:
+    before = finished.results
+    result = pipeline(finished.root, "eval", "run=latest", "evals.num_questions=24")
+    assert result.returncode == 0, result.stderr
+    after = finished.results
+    assert after["eval"]["domains"] == before["eval"]["domains"]
+    assert after["eval"]["tasks"]["continuation"]["num_samples"] == 24
+    assert after["train"] == before["train"]
+    client = MlflowClient(f"sqlite:///{finished.root}/mlflow.db")
+    assert client.get_run(after["mlflow_run_id"]).info.status == "FINISHED"
+
+
+def test_status_tells_a_run_at_a_glance(finished: Run) -> None:
+    result = pipeline(finished.root, "status", "run=latest")
+    for expected in ("finished", "step        24 of 24", "checkpoint", "skipped     0"):
+        assert expected in result.stdout
