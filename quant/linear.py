@@ -136,14 +136,13 @@ class QuantLinear(nn.Linear):
         """See the class. Raises ValueError where the last dimension is not in_features."""
         if x.shape[-1] != self.in_features:
             raise ValueError(f"{self.name} takes {self.in_features} features, not {tuple(x.shape)}")
-        x_TK = x.reshape(-1, self.in_features)
         training = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         call = _Call(self, self._moment_of_call(training), observed=training)
         if training:
-            y_TN = _LinearFunction.apply(x_TK, self.weight, call)
+            y: Tensor = _LinearFunction.apply(x, self.weight, call)
         else:
-            y_TN, _ = call.fprop(x_TK, self.weight, keep_column=False)
-        return y_TN.view(*x.shape[:-1], self.out_features)
+            y, _ = call.fprop(x, self.weight, keep_column=False)
+        return y
 
     def _moment_of_call(self, training: bool) -> Moment:
         """The present moment, but in a recompute that of the forward pass it repeats.
@@ -166,37 +165,37 @@ class QuantLinear(nn.Linear):
 
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, w_NK: Tensor, call: _Call) -> Tensor:
-        ctx.call, ctx.x_dtype = call, x_TK.dtype
-        y_TN, x_KT = call.fprop(x_TK, w_NK, keep_column=ctx.needs_input_grad[1])
+    def forward(ctx: Any, x: Tensor, w_NK: Tensor, call: _Call) -> Tensor:
+        ctx.call, ctx.x_shape, ctx.x_dtype = call, x.shape, x.dtype
+        y, x_KT = call.fprop(x, w_NK, keep_column=ctx.needs_input_grad[1])
         # Through save_for_backward alone, so that checkpointing can drop and recompute them.
         ctx.x_form, tensors = _take_apart(x_KT)
         ctx.save_for_backward(w_NK, *tensors)
-        return y_TN
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         w_NK, *tensors = ctx.saved_tensors
         call: _Call = ctx.call
         dgrad, wgrad = ctx.needs_input_grad[:2]
         dy_row, dy_NT = call.copies(
-            dy_TN,
+            dy.reshape(-1, dy.shape[-1]),
             Role.GRADIENT,
             "dgrad_gradient" if dgrad else None,
             "wgrad_gradient" if wgrad else None,
         )
-        dx_TK = dw_NK = None
+        dx = dw_NK = None
         if dgrad:
             assert dy_row is not None
             dx_TK = call.gemm(dy_row, call.weight(w_NK, "dgrad_weight"))
-            dx_TK = dx_TK.to(torch.bfloat16).to(ctx.x_dtype)
+            dx = _round_output(dx_TK.view(ctx.x_shape), ctx.x_dtype)
         if wgrad:
             assert dy_NT is not None
             dw_NK = call.gemm(dy_NT, _put_together(ctx.x_form, tensors))
             if call.recording:
                 call.statistics.weight_gradient(call.layer.name, dw_NK)
-        return dx_TK, dw_NK, None
+        return dx, dw_NK, None
 
 
 @dataclass(frozen=True)
@@ -218,15 +217,14 @@ class _Call:
     def gemm(self, a: Factor, b: Factor) -> Tensor:
         return gemm(a, b, self.layer.backend)
 
-    def fprop(
-        self, x_TK: Tensor, w_NK: Tensor, *, keep_column: bool
-    ) -> tuple[Tensor, Factor | None]:
-        """y [T, N] in x's dtype, and x's column copy [K, T] where Wgrad will need it."""
+    def fprop(self, x: Tensor, w_NK: Tensor, *, keep_column: bool) -> tuple[Tensor, Factor | None]:
+        """y [..., N] in x's dtype, and x's column copy [K, T] where Wgrad will need it."""
         column = "wgrad_input" if keep_column else None
+        x_TK = x.reshape(-1, x.shape[-1])
         x_row, x_KT = self.copies(x_TK, Role.ACTIVATION, "input", column)
         assert x_row is not None
         y_TN = self.gemm(x_row, self.weight(w_NK, "weight"))
-        return y_TN.to(torch.bfloat16).to(x_TK.dtype), x_KT
+        return _round_output(y_TN.view(*x.shape[:-1], y_TN.shape[1]), x.dtype), x_KT
 
     def copies(
         self, x_TC: Tensor, role: Role, row: str | None, column: str | None
@@ -305,6 +303,11 @@ class _Call:
     @property
     def recording(self) -> bool:
         return self.observed and self.statistics.active
+
+
+def _round_output(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """An FP32 result as a BF16 GEMM would return it, in the dtype of the activations."""
+    return y.to(torch.bfloat16).to(dtype)
 
 
 def _take_apart(factor: Factor | None) -> tuple[tuple[Format, torch.Size] | None, list[Any]]:

@@ -113,7 +113,11 @@ class Precision:
         return torch.zeros((), dtype=torch.int64) if count is None else count
 
     def invalidate(self) -> None:
-        """Drop all quantized weights. Needed only where weights change unseen by autograd."""
+        """Drop all quantized weights.
+
+        Needed only where weights change unseen by autograd's version counter: under FSDP2, after
+        each optimizer step and each load.
+        """
         for layer in self.layers.values():
             layer.cache.clear()
 
