@@ -140,7 +140,8 @@ def _bucket(counts: np.ndarray) -> np.ndarray:
 def _fit_weights(rest: PairCounts, held_out: PairCounts) -> np.ndarray:
     """The weight of each bucket, [64], by expectation maximization on the held-out pairs.
 
-    A bucket that no held-out pair falls into keeps one half; an unseen context gets 0.
+    One more pair for either side keeps each weight off 0 and 1, and at one half where no held-out
+    pair falls into the bucket. An unseen context gets 0.
     """
     weights = np.full(64, 0.5)
     previous, following = np.divmod(held_out.keys, held_out.vocab_size)
@@ -153,7 +154,7 @@ def _fit_weights(rest: PairCounts, held_out: PairCounts) -> np.ndarray:
         weight = weights[bucket]
         share = weight * relative / (weight * relative + (1 - weight) * backoff)
         won = np.bincount(bucket, weights=held_out.counts * share, minlength=64)
-        weights = np.where(total > 0, won / np.maximum(total, 1), weights)
+        weights = (won + 1) / (total + 2)
     weights[0] = 0.0
     return weights
 

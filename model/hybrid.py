@@ -104,7 +104,7 @@ class HybridModel(nn.Module):
         self, tokens_BT: Tensor, seq_idx_BT: Tensor, caches: list[Any] | None = None
     ) -> Tensor:
         """The final norm's output [B, T, D] in the compute dtype."""
-        packing = Packing(seq_idx_BT, torch.promote_types(self.compute_dtype, torch.float32))
+        packing = Packing(seq_idx_BT, self.compute_dtype)
         x_BTD = self.embedding(tokens_BT).to(self.compute_dtype)
         recompute = self.activation_checkpointing == "full" and torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):

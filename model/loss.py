@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+
+from model.blocking import blocks
 
 IGNORED = -100
 SLICE_ELEMENTS = 1 << 25
@@ -18,31 +21,34 @@ SLICE_ELEMENTS = 1 << 25
 
 
 class _SumCrossEntropy(torch.autograd.Function):
-    """Sum of ``-log softmax(logits)[label]`` in FP32; keeps the logits' gradient, not the logits.
+    """Sum of ``-log softmax(logits)[label]`` in FP32 (FP64 for FP64 logits).
 
-    The gradient of the sum is known in the forward pass, and takes the log-probabilities' place.
+    Works in the memory of the logits, which nothing else reads: the forward pass leaves
+    exp(logits - max) there, the backward pass scales it to the gradient.
     """
 
     @staticmethod
     def forward(ctx: Any, logits_MV: Tensor, labels_M: Tensor) -> Tensor:
-        wide = torch.promote_types(logits_MV.dtype, torch.float32)
-        log_probs = torch.log_softmax(logits_MV, dim=-1, dtype=wide)
+        wide = logits_MV.detach().to(torch.promote_types(logits_MV.dtype, torch.float32))
         valid_M = labels_M != IGNORED
         index_M1 = labels_M.where(valid_M, 0)[:, None]
-        picked_M = log_probs.gather(1, index_M1).squeeze(1)
-        loss = -picked_M.where(valid_M, 0).sum()
-        if ctx.needs_input_grad[0]:
-            grad = log_probs.exp_()
-            grad.scatter_add_(1, index_M1, grad.new_full((1, 1), -1.0).expand_as(index_M1))
-            grad.masked_fill_(~valid_M[:, None], 0)
-            ctx.save_for_backward(grad)
-            ctx.logits_dtype = logits_MV.dtype
-        return loss
+        picked_M1 = wide.gather(1, index_M1)
+        max_M1, sum_M1 = torch.empty_like(picked_M1), torch.empty_like(picked_M1)
+        for part in blocks(*wide.shape, wide.device):
+            torch.amax(wide[part], dim=1, keepdim=True, out=max_M1[part])
+            exp = wide[part].sub_(max_M1[part]).exp_()
+            torch.sum(exp, dim=1, keepdim=True, out=sum_M1[part])
+        ctx.save_for_backward(wide, sum_M1, index_M1, valid_M)
+        ctx.logits_dtype = logits_MV.dtype
+        return (sum_M1.log() + max_M1 - picked_M1).squeeze(1).where(valid_M, 0).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (grad_MV,) = ctx.saved_tensors
-        return grad_MV.mul_(grad_loss).to(ctx.logits_dtype), None
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None]:
+        exp_MV, sum_M1, index_M1, valid_M = ctx.saved_tensors
+        scale_M1 = (grad_loss * valid_M[:, None]).to(exp_MV.dtype)
+        grad_MV = exp_MV.mul_(scale_M1 / sum_M1).scatter_add_(1, index_M1, -scale_M1)
+        return grad_MV.to(ctx.logits_dtype), None
 
 
 def chunked_cross_entropy(

@@ -9,6 +9,7 @@ Legend: B batch, T tokens in a row, K convolution taps, C chunks, Q tokens in a 
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cached_property
 
 import torch
@@ -31,14 +32,15 @@ class Packing:
     ``seq_idx_BT`` int32 [B, T]: equal numbers mark one document, whose tokens are contiguous.
     """
 
-    def __init__(self, seq_idx_BT: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, seq_idx_BT: Tensor, compute_dtype: torch.dtype) -> None:
         if seq_idx_BT.dim() != 2 or seq_idx_BT.dtype != torch.int32:
             raise ValueError(
                 f"seq_idx must be int32 [batch, tokens], got {seq_idx_BT.dtype} "
                 f"{tuple(seq_idx_BT.shape)}; build it with model.document_index(tokens, eos_id)"
             )
         self.seq_idx_BT = seq_idx_BT
-        self.dtype = dtype
+        self.compute_dtype = compute_dtype
+        self.scan_dtype = torch.promote_types(compute_dtype, torch.float32)
 
     @cached_property
     def one_document_per_row(self) -> bool:
@@ -47,11 +49,12 @@ class Packing:
 
     @cached_property
     def attention_mask(self) -> Tensor | None:
-        """Causal and same-document, bool [B, 1, T, T]; None where plain causal serves."""
+        """Causal and same-document, 0 or -inf to add to the scores, [B, 1, T, T] in the compute
+        dtype; None where plain causal serves."""
         if self.one_document_per_row:
             return None
         same_BTT = self.seq_idx_BT[:, :, None] == self.seq_idx_BT[:, None, :]
-        return same_BTT.tril()[:, None]
+        return same_BTT.tril()[:, None].to(self.compute_dtype).log()
 
     def conv_mask(self, lag: int) -> Tensor | None:
         """[B, T - lag, 1], 1 where the token ``lag`` earlier is in the same document."""
@@ -60,23 +63,25 @@ class Packing:
         masks = self.__dict__.setdefault("_conv_masks", {})
         if lag not in masks:
             same = self.seq_idx_BT[:, lag:] == self.seq_idx_BT[:, : self.seq_idx_BT.shape[1] - lag]
-            masks[lag] = same[..., None].to(self.dtype)
+            masks[lag] = same[..., None].to(self.scan_dtype)
         return masks[lag]
 
     def chunks(self, chunk_size: int) -> Chunks:
         """The scan's masks for chunks of ``chunk_size`` tokens."""
         cache = self.__dict__.setdefault("_chunks", {})
         if chunk_size not in cache:
-            cache[chunk_size] = Chunks(self.seq_idx_BT, chunk_size, self.dtype)
+            cache[chunk_size] = Chunks(self.seq_idx_BT, chunk_size, self.scan_dtype)
         return cache[chunk_size]
 
 
 class Chunks:
-    """Same-document masks of a row cut into chunks, its end padded with its last document.
+    """Same-document masks of rows cut into chunks, the rows' ends padded with their last document.
 
-    Shapes: ``same`` [B, C, Q, Q] (row t, column s <= t), ``enters`` [B, C, Q] (the token is in
-    the document that was running when the chunk began), ``between`` [B, C+1, C+1] (row i,
-    column j <= i: boundary i and boundary j lie in one document; boundary 0 is the row's start).
+    ``same`` [B, C, Q, Q]: 1 where token s <= t of the same document (row t, column s).
+    ``enters`` [B, C, Q]: 1 where the token's document was running when the chunk began.
+    ``between`` [B, C+1, C+1]: 1 where boundary j <= i of the same document (row i, column j);
+    boundary 0 is the row's start, boundary C its end.
+    ``same_log`` and ``between_log`` hold their logarithms, 0 and -inf, to add to log-decays.
     """
 
     def __init__(self, seq_idx_BT: Tensor, chunk_size: int, dtype: torch.dtype) -> None:
@@ -86,9 +91,15 @@ class Chunks:
         padded = torch.cat([seq_idx_BT, seq_idx_BT[:, -1:].expand(batch, self.padding)], dim=1)
         seq_BCQ = padded.view(batch, -1, chunk_size)
         boundary = torch.cat([seq_BCQ[:, :1, 0], seq_BCQ[:, :, -1]], dim=1)
-        causal = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=padded.device).tril()
-        self.same = (seq_BCQ[..., :, None] == seq_BCQ[..., None, :]) & causal
-        self.enters = seq_BCQ == boundary[:, :-1, None]
-        self.between = (boundary[:, :, None] == boundary[:, None, :]).tril()
-        self.same_float = self.same.to(dtype)
-        self.between_float = self.between.to(dtype)
+        same = (seq_BCQ[..., :, None] == seq_BCQ[..., None, :]).tril()
+        between = (boundary[:, :, None] == boundary[:, None, :]).tril()
+        self.same, self.between = same.to(dtype), between.to(dtype)
+        self.same_log, self.between_log = self.same.log(), self.between.log()
+        self.enters = (seq_BCQ == boundary[:, :-1, None]).to(dtype)
+
+    def rows(self, rows: slice) -> Chunks:
+        """The same of some rows only."""
+        part = copy(self)
+        for name in ("same", "same_log", "between", "between_log", "enters"):
+            setattr(part, name, getattr(self, name)[rows])
+        return part

@@ -178,6 +178,7 @@ def draw_continuation(curves: Curves, results: Results) -> Figure | None:
             va="center",
             fontsize=8.5,
             color=INK,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )
     axes.axvline(task["chance"], color=INK, linestyle="--", linewidth=1)
     axes.annotate(

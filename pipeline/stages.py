@@ -38,6 +38,7 @@ def run_stages(config: Config, run: RunFolder, tracker: Tracker, stages: tuple[s
         print(f"[{name}] done in {seconds:.1f} s", flush=True)
 
 
+VERIFY_BYTES = 4_000_000_000  # corpora up to this size are read through before training
 DESCRIPTIONS = {
     "prepare": "tokenize and pack the corpus",
     "train": "train the model",
@@ -55,15 +56,17 @@ def prepare(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
 
 def train(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
     """Train to the end of the schedule; a run that was interrupted goes on."""
-    from pipeline.data.shards import Dataset
+    from pipeline.data.shards import Dataset, verify
     from pipeline.follow import Follower
     from pipeline.train import checkpoint
     from pipeline.train.driver import train_on_workers
     from pipeline.train.schedule import Schedule
 
     folder = dataset_folder(config, run)
+    dataset = Dataset.open(folder)
+    verify(dataset, deep=_size(folder) < VERIFY_BYTES)
     schedule = Schedule.of(config.train, tuple(config.data.sources))
-    overview = describe_training(config, Dataset.open(folder), schedule)
+    overview = describe_training(config, dataset, schedule)
     update_results(run, overview["results"])
     print("\n".join(overview["lines"]), flush=True)
     with Follower(run, tracker, schedule):
@@ -79,11 +82,14 @@ def describe_training(config: Config, dataset: Any, schedule: Any) -> dict[str, 
     """What will be trained and in which precision: lines to print, and entries of the results."""
     import torch
 
+    from model.backends import paths
     from pipeline.train.loop import build_mixture, build_model, build_recipe
     from quant import apply_recipe
 
     build_mixture(config, schedule, dataset)  # a blend that cannot be had stops here
-    model = build_model(config, torch.device("cpu"))
+    device = torch.device("cuda" if config.cluster.gpus_per_worker else "cpu")
+    with torch.device("meta"):
+        model = build_model(config, torch.device("meta"))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     recipe = build_recipe(config)
     blocks = len(config.model.pattern)
@@ -95,7 +101,8 @@ def describe_training(config: Config, dataset: Any, schedule: Any) -> dict[str, 
         + ", ".join(f"{count} linears {kind}" for kind, count in kinds.items()),
         f"  schedule   {schedule.num_steps} steps of {schedule.tokens_per_step:,} tokens, "
         f"{len(schedule.phases)} phases",
-        f"  blocks     {model.paths()}",
+        "  blocks     "
+        + ", ".join(f"{kind}: {path}" for kind, path in paths(device, model.compute_dtype).items()),
     ]
     results = {
         "parameters": parameters,
@@ -141,6 +148,7 @@ def evaluate(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]
         folder,
         sequence_length=config.train.sequence_length,
         seed=config.seed,
+        progress=lambda line: print(f"  {line}", flush=True),
     )
     evaluation = {"step": found.step, "precision": "bf16", **result}
     update_results(run, {"eval": evaluation})
@@ -167,6 +175,10 @@ def dataset_folder(config: Config, run: RunFolder) -> Path:
     from pipeline.data.prepare import prepare as prepare_corpus
 
     return prepare_corpus(config.data, root_folder(config))
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def update_results(run: RunFolder, entries: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from pipeline.runs import RunFolder
 from pipeline.train.metrics import read_records
 
 BATCH = 900  # metrics a call; MLflow takes at most 1000
+PARAMETERS = 100  # parameters a call, the most that MLflow takes
 
 
 class TrackingError(RuntimeError):
@@ -62,8 +63,10 @@ class Tracker:
             run = client.create_run(self._experiment(client), run_name=self._run.id)
             self._state["run_id"] = run.info.run_id
             self._save_state()
-            for key, value in _flat(self._config.to_dict()).items():
-                client.log_param(run.info.run_id, key, str(value)[:6000])
+            parameters = _as_parameters(self._config)
+            for start in range(0, len(parameters), PARAMETERS):
+                chunk = parameters[start : start + PARAMETERS]
+                client.log_batch(run.info.run_id, params=chunk)
             client.log_artifact(run.info.run_id, str(self._run.config))
         except Exception as error:  # MLflow raises a different class for each kind of store
             raise ConfigError(
@@ -144,10 +147,10 @@ class Tracker:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
-        for name in ("alembic", "mlflow"):
-            logging.getLogger(name).setLevel(logging.WARNING)
         from mlflow import MlflowClient
 
+        for name in ("alembic", "mlflow"):
+            logging.getLogger(name).setLevel(logging.WARNING)
         return MlflowClient(self.uri)
 
     def _experiment(self, client: Any) -> str:
@@ -178,6 +181,13 @@ def _as_metrics(record: Mapping[str, Any], by_tokens: bool = True) -> list[Any]:
                 Metric(f"by_tokens/{name}", float(value), milliseconds, record["tokens"])
             )
     return metrics
+
+
+def _as_parameters(config: Config) -> list[Any]:
+    """The whole configuration under dotted names; what MLflow would cut stands in its artifact."""
+    from mlflow.entities import Param
+
+    return [Param(key, str(value)[:6000]) for key, value in _flat(config.to_dict()).items()]
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -170,7 +170,8 @@ def round_e2m1(y: Tensor) -> Tensor:
     middle = torch.tensor(_E2M1_BOUNDARIES, device=y.device)
     below = torch.nextafter(middle, torch.zeros_like(middle))
     ties_up = torch.tensor(_TIES_UP, device=y.device)
-    code = torch.bucketize(y.abs(), torch.where(ties_up, below, middle), out_int32=True)
+    boundaries = torch.where(ties_up, below, middle)
+    code = torch.bucketize(y.abs().contiguous(), boundaries, out_int32=True)
     return _signed(code, y)
 
 

@@ -38,6 +38,7 @@ _ITEMS = pa.schema(
     ]
 )
 _FAILED = "failed: "  # before the message in a status
+SPARE_CPUS = 2
 _BLOCK_BYTES = 8 << 20  # of text handed on at once
 _BATCH_DOCUMENTS = 512  # tokenized at once
 
@@ -69,7 +70,7 @@ class Corpus:
                 yield from _item_tables(tasks[number])
 
         items = ray.data.range(len(tasks), override_num_blocks=len(tasks))
-        self._items = items.map_batches(read, batch_size=1).materialize()
+        self._items = items.map_batches(read, batch_size=1, concurrency=_cores()).materialize()
         # Ray keeps the text; only what decides comes to the driver.
         self.index = _collect(self._items.select_columns(_ITEMS.names[:-1]))
         for failure in self.index.filter(pc.starts_with(self.index["status"], _FAILED))["status"]:
@@ -104,8 +105,15 @@ class Corpus:
             )
             return _write_part(table["id"], documents, token_dtype(vocab_size), folder)
 
-        located = self._items.map_batches(encode, batch_size=None, batch_format="pyarrow")
+        located = self._items.map_batches(
+            encode, batch_size=None, batch_format="pyarrow", concurrency=_cores()
+        )
         return _collect(located)
+
+
+def _cores() -> int:
+    """Tasks that work at a time: a local Ray declares `SPARE_CPUS` more than there are cores."""
+    return max(1, int(ray.cluster_resources()["CPU"]) - SPARE_CPUS)
 
 
 def _item_tables(task: ReadTask) -> Iterator[pa.Table]:

@@ -87,7 +87,7 @@ def brute_force_weights(tokens: np.ndarray) -> dict[int, float]:
             unigram = (second[b] + 1) / (len(rest) + VOCAB)
             share = weight * bigram / (weight * bigram + (1 - weight) * unigram)
             shares.setdefault(bucket, []).append(share)
-        weights = {bucket: sum(each) / len(each) for bucket, each in shares.items()}
+        weights = {bucket: (sum(each) + 1) / (len(each) + 2) for bucket, each in shares.items()}
     return weights
 
 
@@ -140,6 +140,15 @@ def test_bigram_beats_unigram_on_structured_text_and_keeps_up_on_noise() -> None
         baseline_loss(m, rows, np.ones(200, int)).loss for m in (bigram.unigram, bigram)
     )
     assert bigram_loss < 1.01 * unigram_loss  # relative frequencies alone would be infinitely bad
+
+
+def test_training_text_that_repeats_itself_leaves_room_for_the_unseen() -> None:
+    document = np.array([1, 2, 3, EOS], np.uint16)
+    rows = held_out(np.array([3, 1, 2, EOS], np.uint16))  # a pair never seen, and seen ones
+    assert (
+        baseline_loss(Bigram.fit(np.tile(document, 50), VOCAB, EOS), rows, np.ones(VOCAB, int)).loss
+        < 10
+    )
 
 
 def test_a_stream_without_text_is_refused() -> None:

@@ -291,7 +291,9 @@ def test_samples_hold_prompt_choices_scores_and_answer_unaltered(
 
 def test_the_process_stays_offline_quiet_and_its_generators_untouched(
     capfd: pytest.CaptureFixture[str],
-    tokenizer: Tokenizer, questions: list[Question], tmp_path: Path
+    tokenizer: Tokenizer,
+    questions: list[Question],
+    tmp_path: Path,
 ) -> None:
     model = FakeModel()
     state = torch.get_rng_state()

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline import report
 from pipeline.curves import Curve, read_curves
 from pipeline.report import amount, duration, write_report
 from pipeline.runs import RunFolder
 
-STEPS = 120
-TOKENS = 25_000  # a step
+STEPS = 60
+TOKENS = 50_000  # a step
 
 
 def record(kind: str, step: int, **metrics: float) -> dict[str, Any]:
@@ -29,20 +30,20 @@ def metrics() -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
     lines = []
     for step in range(1, STEPS + 1):
-        loss = 3.6 + 4.7 * math.exp(-step / 22) + 0.08 * rng.normal()
-        rate = 3e-3 * min(1, step / 8) * (1 if step < 84 else (STEPS - step) / 36)
+        loss = 3.6 + 4.7 * math.exp(-step / 11) + 0.08 * rng.normal()
+        rate = 3e-3 * min(1, step / 8) * (1 if step < 42 else (STEPS - step) / 18)
         norm = 0.4 + 2 * math.exp(-step / 10) + 0.05 * abs(rng.normal())
         lines.append(
             record(
                 "train", step, train__loss=loss, train__learning_rate=rate, train__grad_norm=norm
             )
         )
-        if step % 20 == 0:
+        if step % 10 == 0:
             values = {"validation/loss_bf16": loss + 0.05, "validation/loss_recipe": loss + 0.08}
             for i, domain in enumerate(("code", "prose", "mathematics")):
                 values[f"validation/{domain}/loss_bf16"] = loss + 0.4 - 0.4 * i
             lines.append(record("validation", step) | {"metrics": values})
-        if step % 30 == 0:
+        if step % 15 == 0:
             values = {}
             for layer in ("blocks.1.ffn.up", "blocks.2.mamba.out"):
                 for i, role in enumerate(("input", "weight", "dgrad_gradient")):
@@ -89,8 +90,8 @@ def results() -> dict[str, Any]:
                 },
                 {
                     "name": "phase 2",
-                    "start_tokens": 84 * TOKENS,
-                    "start_step": 84,
+                    "start_tokens": 42 * TOKENS,
+                    "start_step": 42,
                     "blend": {"prose": 1.0},
                     "precision": "recipe",
                     "learning_rate": "decay",
@@ -135,7 +136,25 @@ def results() -> dict[str, Any]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    run = RunFolder(tmp_path / "20260131-120000-nvfp4-1a2b")
+    return make_run(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run that got to its end, with its report: to look at, not to change."""
+    run = make_run(tmp_path_factory.mktemp("runs"))
+    write_report(run)
+    return run
+
+
+@pytest.fixture
+def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves the seconds that drawing takes where only the text matters."""
+    monkeypatch.setattr(report, "draw_all", lambda curves, results: {})
+
+
+def make_run(folder: Path) -> RunFolder:
+    run = RunFolder(folder / "20260131-120000-nvfp4-1a2b")
     run.path.mkdir()
     run.config.write_text("model:\n  pattern: M-M*-\n")
     run.results.write_text(json.dumps(results()))
@@ -166,8 +185,8 @@ def change(run: RunFolder, **entries: Any) -> None:
     run.results.write_text(json.dumps(kept))
 
 
-def test_headline_numbers_stand_in_the_text(run: RunFolder) -> None:
-    text = text_of(html_of(run))
+def test_headline_numbers_stand_in_the_text(whole: RunFolder) -> None:
+    text = text_of(whole.report.read_text())
     assert "3.712 nats per token" in text
     assert "+0.88% from the precision itself" in text  # 3.7123 / 3.68
     assert "1.500 bits per byte" in text  # (1.4 * 150,000 + 1.8 * 50,000) / 200,000
@@ -178,8 +197,8 @@ def test_headline_numbers_stand_in_the_text(run: RunFolder) -> None:
     assert "2.03 million parameters" in text
 
 
-def test_every_section_and_figure_of_a_whole_run_is_there(run: RunFolder) -> None:
-    html = html_of(run)
+def test_every_section_and_figure_of_a_whole_run_is_there(whole: RunFolder) -> None:
+    html = whole.report.read_text()
     assert re.findall(r"<h2>(.*?)</h2>", html) == [
         "Training",
         "Evaluation",
@@ -188,26 +207,27 @@ def test_every_section_and_figure_of_a_whole_run_is_there(run: RunFolder) -> Non
         "Configuration",
     ]
     names = ["continuation", "domains", "loss", "quantization", "schedule", "validation"]
-    assert sorted(path.stem for path in run.figures.iterdir()) == names
+    assert sorted(path.stem for path in whole.figures.iterdir()) == names
     assert html.count("<img") == len(names)
     assert "pattern: M-M*-" in html
     assert "2 min 31 s" in html
 
 
-def test_figures_are_embedded_whole(run: RunFolder) -> None:
-    html = html_of(run)
+def test_figures_are_embedded_whole(whole: RunFolder) -> None:
+    html = whole.report.read_text()
     embedded = [base64.b64decode(image) for image in re.findall(r"base64,([^\"]+)", html)]
-    files = sorted(path.read_bytes() for path in run.figures.iterdir())
+    files = sorted(path.read_bytes() for path in whole.figures.iterdir())
     assert sorted(embedded) == files
     assert all(image.startswith(b"\x89PNG") for image in embedded)
 
 
-def test_nothing_is_loaded_from_elsewhere(run: RunFolder) -> None:
-    html = re.sub(r"base64,[^\"]+", "", html_of(run))
+def test_nothing_is_loaded_from_elsewhere(whole: RunFolder) -> None:
+    html = re.sub(r"base64,[^\"]+", "", whole.report.read_text())
     assert not re.search(r"https?:|//[a-z]|@import|<script|<link|url\(", html)
     assert set(re.findall(r'src="([a-z]+):', html)) == {"data"}
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_text_from_the_run_is_escaped(run: RunFolder) -> None:
     change(run, experiment="<script>alert(1)</script>")
     run.config.write_text("name: <b>&</b>\n")
@@ -225,6 +245,7 @@ def test_a_run_that_was_not_evaluated_says_so(run: RunFolder) -> None:
     assert not (run.figures / "domains.png").exists()
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_tasks_may_be_left_out_of_an_evaluation(run: RunFolder) -> None:
     change(run, eval={"domains": results()["eval"]["domains"], "tasks": {}})
     text = text_of(html_of(run))
@@ -232,6 +253,7 @@ def test_tasks_may_be_left_out_of_an_evaluation(run: RunFolder) -> None:
     assert "standard error" not in text
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_task_without_chance_or_error_is_shown_with_a_dash(run: RunFolder) -> None:
     task = {"num_samples": 10, "accuracy": 0.5, "metrics": {}}
     change(run, eval={"domains": results()["eval"]["domains"], "tasks": {"other": task}})
@@ -254,6 +276,7 @@ def test_an_empty_folder_still_gives_a_report(tmp_path: Path) -> None:
     assert "No configuration was found" in text
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_report_is_replaced_by_a_later_one(run: RunFolder) -> None:
     write_report(run)
     change(run, status="failed")

@@ -14,7 +14,9 @@ import numpy as np
 
 E2M1 = tuple(Fraction(v) for v in ("0", "1/2", "1", "3/2", "2", "3", "4", "6"))
 E4M3 = tuple(
-    Fraction(code & 7, 8 << 6) if code < 8 else Fraction(8 + (code & 7), 8) * Fraction(2) ** (code // 8 - 7)
+    Fraction(code & 7, 8 << 6)
+    if code < 8
+    else Fraction(8 + (code & 7), 8) * Fraction(2) ** (code // 8 - 7)
     for code in range(127)
 )
 FLOAT_MAX = Fraction(2) ** 128 - Fraction(2) ** 104
@@ -110,6 +112,8 @@ class Short:
         binade = np.maximum(self.binade(), lowest)
         rounded = self.multiple_of(binade - mantissa_bits)
         # Rounding may have reached the next binade: the code is then continuous all the same.
-        units = np.ldexp(rounded.mantissa.astype(np.float64), rounded.exponent - binade + mantissa_bits)
+        units = np.ldexp(
+            rounded.mantissa.astype(np.float64), rounded.exponent - binade + mantissa_bits
+        )
         code = units + (binade - lowest) * (1 << mantissa_bits)
         return np.minimum(code, largest).astype(np.int64)
