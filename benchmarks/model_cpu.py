@@ -5,7 +5,7 @@ forward, summed cross-entropy and backward (no optimizer). Speed: rounds that al
 two in one process, the median round each. Memory: a process each, the peak resident size of three
 steps less the size after the model is built.
 
-    python benchmarks/model_cpu.py [--json] [--rounds 5] [--batch 8] [--tokens 512] [--chunk 64]
+    python benchmarks/model_cpu.py [--json] [--rounds 5] [--batch 8] [--tokens 512] [--shape deep|wide]
 """
 
 from __future__ import annotations
@@ -31,22 +31,36 @@ from model.hf import config_to_nemotron_h, to_nemotron_h
 NAMES = ("ours", "transformers")
 
 
-def shape(chunk: int) -> ModelConfig:
-    """The hybrid that both build."""
-    return ModelConfig(
+COMMON = {
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "mamba_num_heads": 8,
+    "mamba_num_groups": 2,
+    "mamba_chunk_size": 128,
+}
+SHAPES = {
+    "deep": ModelConfig(
+        pattern="M-M*-M-" * 6,
+        vocab_size=2048,
+        hidden_size=128,
+        ffn_hidden_size=384,
+        attention_head_dim=32,
+        mamba_head_dim=32,
+        mamba_state_size=32,
+        **COMMON,
+    ),
+    "wide": ModelConfig(
         pattern="M-M*-M-",
         vocab_size=4096,
         hidden_size=256,
         ffn_hidden_size=768,
-        num_attention_heads=4,
-        num_kv_heads=2,
         attention_head_dim=64,
-        mamba_num_heads=8,
         mamba_head_dim=64,
-        mamba_state_size=64,
-        mamba_num_groups=2,
-        mamba_chunk_size=chunk,
-    )
+        mamba_state_size=128,
+        **COMMON,
+    ),
+}
+"""Both about 5M parameters: the default model's width six times as deep, or twice its width."""
 
 
 def build_step(name: str, config: ModelConfig, batch: int, tokens: int) -> Callable[[], float]:
@@ -114,10 +128,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--chunk", type=int, default=64)
+    parser.add_argument("--shape", choices=SHAPES, default="deep")
     parser.add_argument("--memory-of", choices=NAMES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    config = shape(arguments.chunk)
+    config = SHAPES[arguments.shape]
     if arguments.memory_of:
         print(peak_memory(arguments.memory_of, config, arguments.batch, arguments.tokens))
         return

@@ -243,7 +243,7 @@ void quantize_all(const Job& job, int threads) {
   }
 }
 
-// ---- Dequantize ------------------------------------------------------------------------------------
+// ---- Dequantize ---------------------------------------------------------------------------------
 
 inline f32x8 decode_e2m1(const uint8_t* packed) {
   // One byte a 64-bit lane, then its two codes in that lane's halves.
@@ -338,6 +338,19 @@ void dequantize_all(const Decode& job, int threads) {
 }  // namespace
 
 extern "C" {
+
+// NVFP4's scalars of one tensor: encode and decode scale, the multiplier of a block's amax, and the
+// decode scale's two parts (see `ScaleRule`). `largest` is the largest code times 448.
+void global_scales(const float* amax, float largest, float inverse_code, float* out) {
+  const float cap = 0x1p126f;
+  float encode = std::min(largest / *amax, cap);
+  if (*amax == 0.0f || encode == 0.0f) encode = 1.0f;
+  const float decode = 1.0f / encode;
+  const bool capped = encode == cap;
+  const float scales[5] = {encode, decode, encode * inverse_code, capped ? encode : 1.0f,
+                           capped ? 1.0f : decode};
+  std::memcpy(out, scales, sizeof scales);
+}
 
 // Codes and plain block scales of x [rows, columns]. `random` holds Philox's two key words and the
 // counter's last three, or is null for nearest rounding.

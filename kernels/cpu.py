@@ -124,6 +124,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
             pointer, pointer, integer, integer, integer, long, long, real, integer, pointer,
             integer,
         ],
+        "global_scales": [pointer, real, real, pointer],
         "amax_and_nonfinite": [pointer, integer, long, pointer, pointer, integer],
         "transpose_codes": [pointer, long, long, pointer, integer],
         "rht_transpose": [
@@ -174,6 +175,13 @@ def amax_and_nonfinite(x: Tensor) -> tuple[Tensor, Tensor]:
         torch.get_num_threads(),
     )
     return amax, nonfinite
+
+
+def global_scales(amax: Tensor, *, largest_code: float) -> tuple[Tensor, ...]:
+    """The five FP32 scalars of `quant.quantize.GlobalScales`, in its order."""
+    out = torch.empty(5, dtype=torch.float32)
+    _library().global_scales(amax.data_ptr(), 448 * largest_code, 1 / largest_code, out.data_ptr())
+    return out.unbind()
 
 
 def quantize(

@@ -8,7 +8,7 @@
 
 namespace {
 
-// ---- Random Hadamard transform, transposed ---------------------------------------------------------
+// ---- Random Hadamard transform, transposed ------------------------------------------------------
 
 constexpr int TILE = 64;  // tokens and columns of one step: whole cache lines on both sides
 
@@ -62,7 +62,7 @@ inline void hadamard_tile(const float* x, const float* signs, uint16_t* out) {
   }
 }
 
-// The rows of a tile lie far apart, where the hardware does not look ahead. A prefetch never faults.
+// The rows of a tile lie too far apart for the hardware to look ahead. A prefetch never faults.
 template <int DTYPE, bool WRITE>
 inline void prefetch_row(const void* x, int64_t start) {
   constexpr int bytes = DTYPE == BF16 ? 2 : 4;

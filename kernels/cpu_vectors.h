@@ -1,6 +1,6 @@
 // What the CPU kernels share: vectors of eight lanes, rounding to E2M1 and E4M3, statistics.
 //
-// All arithmetic is IEEE FP32, rounded to nearest even; the build forbids contraction and fast math.
+// All arithmetic is IEEE FP32, rounded to nearest even; the build forbids contraction, fast math.
 // Vectors are those of GCC and Clang, so one source serves any (little-endian) CPU.
 
 #pragma once
@@ -35,7 +35,7 @@ enum Element { E2M1 = 0, E4M3 = 1 };
 enum Scale { NVFP4 = 0, E8M0 = 1, FP32_POWER = 2, FP32_FREE = 3 };
 
 constexpr int UNIT = 16;
-constexpr int CHUNK = 1024;             // columns that a one-row pass holds in the first-level cache
+constexpr int CHUNK = 1024;             // columns that one pass holds in the first-level cache
 constexpr int MAX_BUFFER = 128 * 128;   // the largest block, 128 x 128
 constexpr int MAX_UNITS = CHUNK / UNIT;
 constexpr int64_t SERIAL = 1 << 15;     // elements under which a second thread does not pay
@@ -120,7 +120,7 @@ template <int ELEMENT>
 struct Type;
 template <>
 struct Type<E2M1> {
-  static constexpr int mantissa = 1, lowest = 127;  // lowest: biased FP32 exponent of the first normal
+  static constexpr int mantissa = 1, lowest = 127;  // biased FP32 exponent of the first normal
   static constexpr float largest = 6.0f;
 };
 template <>
@@ -135,8 +135,8 @@ struct Rounded {
   f32x8 value;
 };
 
-// Nearest even. Adding `magic`, whose unit in the last place is the element's step at this magnitude,
-// rounds in the FP32 adder; the low bits of the sum are then the code within its binade.
+// Nearest even. Adding `magic`, whose last bit is worth the element's step at this magnitude, rounds
+// in the FP32 adder; the low bits of the sum are then the code within its binade.
 template <int ELEMENT>
 inline Rounded<ELEMENT> nearest(f32x8 magnitude) {
   using T = Type<ELEMENT>;
@@ -156,7 +156,7 @@ inline i32x8 stochastic_e2m1(f32x8 magnitude, i32x8 random) {
   return (position + binade + random) >> 8;
 }
 
-// ---- Amax and the count of NaN and infinity --------------------------------------------------------
+// ---- Amax and the count of NaN and infinity -----------------------------------------------------
 
 struct Stats {
   uint32_t amax;  // magnitude bits of the largest element that is not NaN
@@ -209,7 +209,7 @@ inline void merge(Stats& total, const Stats& part) {
   total.nonfinite += part.nonfinite;
 }
 
-// ---- Loading
+// ---- Loading ------------------------------------------------------------------------------------
 
 // `count` elements as FP32, then zeros up to `padded`.
 template <int DTYPE>

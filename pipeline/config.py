@@ -39,7 +39,7 @@ class SourceConfig:
     uris: tuple[str, ...] = ()  # files, folders or globs; any file system that pyarrow reads
     format: str = "text"  # text | jsonl | parquet
     text_column: str = "text"
-    max_bytes: int | None = None  # cap on the text taken, in whole documents
+    max_bytes: int | None = None  # cap on the training text, in whole documents
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class DataConfig:
     holdout_max_bytes: int = 150_000  # per source, so that evaluation stays quick
     shard_tokens: int = 16_777_216  # tokens a shard, about
     mixture_block: int = 1024  # units over which a blend's fractions hold
+    executor: str = "mmap"  # who reads shards in training: mmap, or ray (Ray Data, slow storage)
     seed: int = 0
 
 
@@ -204,6 +205,7 @@ class Config:
         }
         for name in ("checkpoint_every_tokens", "keep_checkpoints", "log_every_steps"):
             decisive["train"].pop(name)
+        decisive["data"].pop("executor")
         return digest(decisive)
 
 

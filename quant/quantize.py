@@ -144,6 +144,8 @@ def nvfp4_global_scales(amax: Tensor, *, guard: bool = False) -> GlobalScales:
         return torch.full_like(amax, value)
 
     largest = 6 * UNBIASED_GUARD if guard else 6.0
+    if use_compiled(amax):
+        return GlobalScales(*cpu.global_scales(amax, largest_code=largest))
     encode = (constant(448 * largest) / amax).clamp(max=ENCODE_SCALE_CAP)
     encode = torch.where((amax == 0) | (encode == 0), constant(1), encode)
     decode = constant(1) / encode

@@ -14,7 +14,6 @@ import platform
 import shutil
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -23,11 +22,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
-from pipeline.config import ConfigError, DataConfig
+from pipeline.config import ConfigError, DataConfig, digest
 from pipeline.data import shards
-from pipeline.data.document import DOCUMENT, EMPTY, INVALID_UTF8, MALFORMED, TOO_LONG
+from pipeline.data.document import DOCUMENT, NO_DOCUMENT
 from pipeline.data.ray_jobs import Corpus, quiet_ray_data
 from pipeline.data.selection import Documents, Rows, Selection, select, tokenizer_sample
 from pipeline.data.sources import SOURCE_SHIFT, identity, read_tasks
@@ -41,7 +41,6 @@ from pipeline.data.tokenizer import (
 from pipeline.data.writer import CorpusWriter, PartReader
 from pipeline.ray_session import ray_session
 
-_NO_DOCUMENT = (EMPTY, INVALID_UTF8, TOO_LONG, MALFORMED)
 _PARTS = "parts"  # tokens in the order in which they came, until the shards are written
 
 
@@ -118,15 +117,14 @@ def build(
 
 def _describe(index: pa.Table, num_sources: int) -> tuple[Documents, list[dict[str, int]]]:
     """The documents of the index, and for each source how many items were read and of what kind."""
-    ids = index["id"].to_numpy()
-    statuses = index["status"].to_numpy(zero_copy_only=False)
     items = []
+    source = pa.array(index["id"].to_numpy() >> SOURCE_SHIFT)
     for number in range(num_sources):
-        found = Counter(statuses[ids >> SOURCE_SHIFT == number].tolist())
-        items.append({"read": found.total(), **{kind: found[kind] for kind in _NO_DOCUMENT}})
-    is_document = statuses == DOCUMENT
-    kept = index.filter(pa.array(is_document))
-    hashes = b"".join(kept["sha256"].to_pylist())
+        statuses = index["status"].filter(pc.equal(source, number))
+        found = {entry["values"]: entry["counts"] for entry in statuses.value_counts().to_pylist()}
+        items.append({"read": len(statuses), **{kind: found.get(kind, 0) for kind in NO_DOCUMENT}})
+    kept = index.filter(pc.equal(index["status"], DOCUMENT)).combine_chunks()
+    hashes = b"".join(chunk.buffers()[1] for chunk in kept["sha256"].chunks)
     documents = Documents(
         id_N=kept["id"].to_numpy(),
         source_N=kept["id"].to_numpy() >> SOURCE_SHIFT,
@@ -204,7 +202,7 @@ def _made_by(data: DataConfig, laps: _Laps) -> dict[str, Any]:
         "versions": {name: version(name) for name in ("ray", "tokenizers", "pyarrow", "numpy")},
         "seconds": laps.seconds,
         "config": dataclasses.asdict(data),
-        "inputs": identity(data),
+        "inputs": digest(identity(data)),
     }
 
 
@@ -212,7 +210,7 @@ def _summary(manifest: dict[str, Any]) -> Iterator[str]:
     yield "data: source        documents        bytes       tokens  bytes/token  held out  left out"
     for name, entry in manifest["sources"].items():
         left_out = sum(
-            entry["counts"][kind] for kind in (*_NO_DOCUMENT, "duplicate", "over_max_bytes")
+            entry["counts"][kind] for kind in (*NO_DOCUMENT, "duplicate", "over_max_bytes")
         )
         yield (
             f"data: {name:12} {entry['documents']:>10,} {entry['bytes']:>12,} "

@@ -11,6 +11,7 @@ EMPTY = "empty"
 INVALID_UTF8 = "invalid_utf8"
 TOO_LONG = "too_long"
 MALFORMED = "malformed"  # a line that is no JSON object with a string under the text column
+NO_DOCUMENT = (EMPTY, INVALID_UTF8, TOO_LONG, MALFORMED)
 
 
 class Item(NamedTuple):

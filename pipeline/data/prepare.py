@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-from pipeline.config import ConfigError, DataConfig, digest
+from pipeline.config import ConfigError, DataConfig, digest, nearest
 from pipeline.data import shards
 from pipeline.data.shards import DataError, Dataset
 from pipeline.data.sources import check_sources, identity
 from pipeline.data.tokenizer import check_tokenizer
 
+EXECUTORS = ("mmap", "ray")
 VERSION = 1  # raise it when the same sources would give another corpus
 Progress = Callable[[str], None]
 
@@ -26,12 +27,16 @@ def check(data: DataConfig) -> None:
     """What can be wrong with the data's configuration, before any work. Raises `ConfigError`."""
     check_sources(data)
     check_tokenizer(data.tokenizer)
+    if data.executor not in EXECUTORS:
+        raise ConfigError(
+            f"data.executor: no executor {data.executor!r}; {nearest(data.executor, EXECUTORS)}"
+        )
 
 
 def prepared_folder(data: DataConfig, root: Path) -> Path:
     """Where the corpus of this configuration and these inputs belongs. Lists files, reads none."""
     decisive = dataclasses.asdict(data)
-    del decisive["mixture_block"]  # decides the order of training, not what is prepared
+    del decisive["mixture_block"], decisive["executor"]  # matter in training only
     path = data.tokenizer.path
     tokenizer = shards.file_sha256(Path(path)) if path else version("tokenizers")
     key = digest([VERSION, shards.FORMAT_VERSION, decisive, identity(data), tokenizer])

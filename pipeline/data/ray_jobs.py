@@ -9,7 +9,7 @@ import hashlib
 import logging
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import ray.data
 from numpy.typing import NDArray
 
 from pipeline.config import ConfigError
-from pipeline.data.document import DOCUMENT, Item
+from pipeline.data.document import Item
 from pipeline.data.shards import token_dtype
 from pipeline.data.sources import ReadTask, read_task
 from pipeline.data.tokenizer import encode_documents, load_tokenizer
@@ -33,29 +33,29 @@ _ITEMS = pa.schema(
         ("status", pa.string()),
         ("reserved", pa.bool_()),
         ("bytes", pa.int64()),
-        ("sha256", pa.binary()),
+        ("sha256", pa.binary(32)),
         ("text", pa.large_string()),
     ]
 )
 _FAILED = "failed: "  # before the message in a status
-SPARE_CPUS = 2
+SPARE_CPUS = 2  # of those declared, see `pipeline.ray_session`
 _BLOCK_BYTES = 8 << 20  # of text handed on at once
 _BATCH_DOCUMENTS = 512  # tokenized at once
 
 
 @contextmanager
-def quiet_ray_data() -> Iterator[None]:
-    """Ray Data without progress bars and start messages, as it was before afterwards."""
+def quiet_ray_data(preserve_order: bool = False) -> Iterator[None]:
+    """Datasets made inside show no progress bars or start messages, and may keep their order."""
     context = ray.data.DataContext.get_current()
-    logger = logging.getLogger("ray.data")
-    before = context.enable_progress_bars, logger.level
-    context.enable_progress_bars = False
+    options, logger = context.execution_options, logging.getLogger("ray.data")
+    before = context.enable_progress_bars, options.preserve_order, logger.level
+    context.enable_progress_bars, options.preserve_order = False, preserve_order
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        context.enable_progress_bars = before[0]
-        logger.setLevel(before[1])
+        context.enable_progress_bars, options.preserve_order = before[:2]
+        logger.setLevel(before[2])
 
 
 class Corpus:
@@ -66,23 +66,20 @@ class Corpus:
 
     def __init__(self, tasks: Sequence[ReadTask]) -> None:
         def read(batch: dict[str, NDArray[np.int64]]) -> Iterator[pa.Table]:
-            for number in batch["id"]:
+            for number in batch["item"]:
                 yield from _item_tables(tasks[number])
 
-        items = ray.data.range(len(tasks), override_num_blocks=len(tasks))
-        self._items = items.map_batches(read, batch_size=1, concurrency=_cores()).materialize()
+        numbers = ray.data.from_items(list(range(len(tasks))), override_num_blocks=len(tasks))
         # Ray keeps the text; only what decides comes to the driver.
-        self.index = _collect(self._items.select_columns(_ITEMS.names[:-1]))
+        self._items = numbers.map_batches(read, concurrency=_at_a_time(numbers)).materialize()
+        self.index = self._collect(lambda table: table.select(_ITEMS.names[:-1]))
         for failure in self.index.filter(pc.starts_with(self.index["status"], _FAILED))["status"]:
             raise ConfigError(failure.as_py().removeprefix(_FAILED))
 
     def texts(self, ids: NDArray[np.int64]) -> dict[int, str]:
         """The texts of some documents, by id."""
         wanted = np.sort(ids)
-        found = self._items.map_batches(
-            lambda table: _rows_among(table, wanted), batch_size=None, batch_format="pyarrow"
-        )
-        table = _collect(found)
+        table = self._collect(lambda table: _rows_among(table, wanted))
         return dict(zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True))
 
     def tokenize(
@@ -105,15 +102,22 @@ class Corpus:
             )
             return _write_part(table["id"], documents, token_dtype(vocab_size), folder)
 
-        located = self._items.map_batches(
-            encode, batch_size=None, batch_format="pyarrow", concurrency=_cores()
+        return self._collect(encode)
+
+    def _collect(self, function: Callable[[pa.Table], pa.Table]) -> pa.Table:
+        """What the function makes of each block of items, in any order."""
+        mapped = self._items.map_batches(
+            function,
+            batch_size=None,
+            batch_format="pyarrow",
+            concurrency=_at_a_time(self._items),
         )
-        return _collect(located)
+        return pa.concat_tables(ray.get(mapped.to_arrow_refs())).combine_chunks()
 
 
-def _cores() -> int:
-    """Tasks that work at a time: a local Ray declares `SPARE_CPUS` more than there are cores."""
-    return max(1, int(ray.cluster_resources()["CPU"]) - SPARE_CPUS)
+def _at_a_time(dataset: ray.data.Dataset) -> int:
+    """How many blocks to work on at once: a local Ray declares more CPUs than there are cores."""
+    return min(dataset.num_blocks(), max(1, int(ray.cluster_resources()["CPU"]) - SPARE_CPUS))
 
 
 def _item_tables(task: ReadTask) -> Iterator[pa.Table]:
@@ -128,7 +132,7 @@ def _item_tables(task: ReadTask) -> Iterator[pa.Table]:
                 "status": item.status,
                 "reserved": item.reserved,
                 "bytes": len(raw),
-                "sha256": hashlib.sha256(raw).digest() if item.status == DOCUMENT else b"",
+                "sha256": hashlib.sha256(raw).digest(),
                 "text": item.text,
             }
         )
@@ -169,7 +173,3 @@ def _write_part(
     count = np.array(counts, dtype=np.int64)
     part = pa.array([name] * len(count), pa.string())
     return pa.table({"id": ids, "part": part, "start": np.cumsum(count) - count, "count": count})
-
-
-def _collect(dataset: ray.data.Dataset) -> pa.Table:
-    return pa.concat_tables(ray.get(dataset.to_arrow_refs())).combine_chunks()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class Dataset:
         self.eos_id: int = manifest["tokenizer"]["eos_id"]
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
         self.dtype = token_dtype(self.vocab_size)
+        self._maps: dict[str, NDArray[np.unsignedinteger]] = {}
 
     @classmethod
     def open(cls, folder: Path | str) -> Dataset:
@@ -80,16 +81,25 @@ class Dataset:
                 f"source {source} has {self.num_tokens(source)} tokens; "
                 f"{start}..{start + count} reaches outside"
             )
-        borders, shards = self._streams[source]
+        borders = self._borders[source]
         out = np.empty(count, dtype=self.dtype)
         filled = 0
         shard = int(np.searchsorted(borders, start, side="right")) - 1
         while filled < count:
             begin = start + filled - borders[shard]
-            part = shards[shard][begin : begin + count - filled]
+            part = self._shard(source, shard)[begin : begin + count - filled]
             out[filled : filled + len(part)] = part
             filled, shard = filled + len(part), shard + 1
         return out
+
+    def read_units(
+        self, sources: Sequence[str], rows: NDArray[np.int64], unit_length: int
+    ) -> NDArray[np.unsignedinteger]:
+        """Units of several sources [U, unit_length + 1], each with the token after it."""
+        tokens_UT = np.empty((len(rows), unit_length + 1), dtype=self.dtype)
+        for unit, (source, row) in enumerate(zip(sources, rows.tolist(), strict=True)):
+            tokens_UT[unit] = self.read(source, row * unit_length, unit_length + 1)
+        return tokens_UT
 
     def holdout(self, source: str) -> NDArray[np.unsignedinteger]:
         """The held-out token stream: documents chosen by hash. Reserved ones are not in it."""
@@ -109,15 +119,19 @@ class Dataset:
         return read_token_bytes(self.tokenizer_path)
 
     @cached_property
-    def _streams(self) -> dict[str, tuple[NDArray[np.int64], list[np.ndarray]]]:
-        """For each source, the position of each shard in the stream, and the mapped shards."""
+    def _borders(self) -> dict[str, NDArray[np.int64]]:
+        """For each source, where in its stream each shard starts, and the stream's end."""
         return {
-            name: (
-                np.cumsum([0, *(shard["tokens"] for shard in entry["shards"])]),
-                [_map(self.folder / shard["file"], self.dtype) for shard in entry["shards"]],
-            )
+            name: np.cumsum([0, *(shard["tokens"] for shard in entry["shards"])])
             for name, entry in self.manifest["sources"].items()
         }
+
+    def _shard(self, source: str, number: int) -> NDArray[np.unsignedinteger]:
+        """A shard's tokens, mapped when first read."""
+        file = self._source(source)["shards"][number]["file"]
+        if file not in self._maps:
+            self._maps[file] = _map(self.folder / file, self.dtype)
+        return self._maps[file]
 
     def _source(self, source: str) -> dict[str, Any]:
         entries = self.manifest["sources"]

@@ -59,32 +59,28 @@ class MixtureStream:
                 f"{self.unit_length} tokens, the longest phase's sequence"
             )
         source_U, row_U = self.mixture.locate(np.arange(first_unit, first_unit + num_units))
-        tokens_UT = read_units(self.dataset, self.mixture.names, source_U, row_U, self.unit_length)
+        tokens_UT = self.dataset.read_units(
+            [self.mixture.names[source] for source in source_U], row_U, self.unit_length
+        )
         return make_batch(
             tokens_UT, source_U, self.dataset.eos_id, sequence_length, first_unit, num_units
         )
 
-    def iterate(self, requests: Iterable[Request], prefetch: int = 2) -> Iterator[Batch]:
-        """The batches of the requests in order, `prefetch` of them read ahead in a thread.
+    def iterate(
+        self, requests: Iterable[Request], prefetch: int = 2, executor: str = "mmap"
+    ) -> Iterator[Batch]:
+        """The batches of the requests in order, read ahead.
 
-        An error in reading is raised here, where its batch would have come. Closing the iterator
-        ends the thread.
+        `mmap` reads `prefetch` batches ahead in a thread, which ends with the iterator; `ray` lets
+        Ray Data read, for slow storage. Both give the same batches, and raise an error in reading
+        where its batch would have come.
         """
+        if executor == "ray":
+            from pipeline.data.ray_stream import iterate_with_ray
+
+            return iterate_with_ray(self, requests)
+        assert executor == "mmap"
         return _read_ahead(lambda request: self.read(*request), requests, prefetch)
-
-
-def read_units(
-    dataset: Dataset,
-    names: tuple[str, ...],
-    source_U: NDArray[np.int64],
-    row_U: NDArray[np.int64],
-    unit_length: int,
-) -> NDArray[np.unsignedinteger]:
-    """The tokens of units [U, unit_length + 1], the last one being the next unit's first."""
-    tokens_UT = np.empty((len(source_U), unit_length + 1), dtype=dataset.dtype)
-    for unit, (source, row) in enumerate(zip(source_U.tolist(), row_U.tolist(), strict=True)):
-        tokens_UT[unit] = dataset.read(names[source], row * unit_length, unit_length + 1)
-    return tokens_UT
 
 
 def make_batch(

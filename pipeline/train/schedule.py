@@ -1,7 +1,7 @@
 """One schedule for all that changes in a run: data, sequence length, learning rate, precision.
 
 The user writes one list of phases, each with a start in tokens; what an entry leaves out goes on
-as before. A step always consumes `global_batch` units of `sequence_length` tokens (a phase with
+as before (a blend at first: equal shares of all sources). A step always consumes `global_batch` units of `sequence_length` tokens (a phase with
 shorter rows cuts its units into more rows), so steps, units and tokens convert exactly:
 
     tokens = step * tokens_per_step        unit = step * global_batch
@@ -143,7 +143,7 @@ class Schedule:
 def _starts(train: TrainConfig, tokens_per_step: int) -> list[int]:
     """Each phase's first step. Raises `ConfigError` unless they increase from 0."""
     if not train.phases:
-        raise ConfigError("train.phases: empty; give at least one phase with a blend")
+        raise ConfigError("train.phases: empty; give at least one phase, {start: 0}")
     starts = [round(_tokens(phase, train) / tokens_per_step) for phase in train.phases]
     if starts[0] != 0:
         raise ConfigError("train.phases[0].start: the first phase starts at 0")
@@ -181,14 +181,12 @@ def _fill_in(
     train: TrainConfig, starts: list[int], num_steps: int, sources: tuple[str, ...]
 ) -> tuple[Phase, ...]:
     """The phases with what they leave out taken from the one before."""
-    blend: Mapping[str, float] = {}
+    blend: Mapping[str, float] = dict.fromkeys(sources, 1 / len(sources))
     length, rate, precision = train.sequence_length, "stable", "recipe"
     phases = []
     for index, item in enumerate(train.phases):
         path = f"train.phases[{index}]"
         blend = _normalized(item.blend, sources, path) if item.blend else blend
-        if not blend:
-            raise ConfigError(f"{path}.blend: missing; give a share of tokens for each source")
         length = item.sequence_length or length
         if train.sequence_length % length:
             raise ConfigError(

@@ -142,7 +142,7 @@ def test_an_unchanged_corpus_is_found_without_reading_or_ray(
     root = dataset.folder.parent.parent
     assert prepare(corpus, root, progress=said.append) == dataset.folder
     assert "is up to date" in said[0]
-    other_order = dataclasses.replace(corpus, mixture_block=64)
+    other_order = dataclasses.replace(corpus, mixture_block=64, executor="ray")
     assert prepared_folder(other_order, root) == dataset.folder
 
 
@@ -273,6 +273,11 @@ def test_a_given_tokenizer_is_used_as_it_is(
     found = Dataset.open(prepare(config, tmp_path, progress=print))
     assert found.tokenizer_path.read_bytes() == path.read_bytes()
     assert (found.vocab_size, found.eos_id) == (dataset.vocab_size, 0)
+
+
+def test_an_unknown_executor_is_refused(small: DataConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.executor: no executor 'map'; did you mean mmap"):
+        prepare(dataclasses.replace(small, executor="map"), tmp_path)
 
 
 def test_preparing_needs_a_tokenizer_that_can_be(small: DataConfig, tmp_path: Path) -> None:

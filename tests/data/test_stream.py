@@ -154,6 +154,21 @@ def test_closing_an_iterator_ends_its_thread(stream: MixtureStream) -> None:
     assert not any(thread.name == "read-ahead" for thread in threading.enumerate())
 
 
+def test_ray_data_reads_the_same_batches(
+    stream: MixtureStream, monkeypatch: pytest.MonkeyPatch, ray_session: None
+) -> None:
+    from pipeline.data import ray_stream
+
+    monkeypatch.setattr(ray_stream, "WINDOW", 30)
+    monkeypatch.setattr(ray_stream, "_TASK_UNITS", 16)
+    requests = [(first, 4, UNIT if first < 80 else UNIT // 2) for first in range(20, 180, 4)]
+    batches = list(stream.iterate(requests, executor="ray"))
+    assert len(batches) == len(requests)
+    for batch, other in zip(batches, stream.iterate(requests), strict=True):
+        assert (batch.first_unit, batch.num_units) == (other.first_unit, other.num_units)
+        assert equal(batch, other)
+
+
 def test_validation_rows_predict_every_held_out_token_after_a_documents_first_once(
     dataset: Dataset,
 ) -> None:

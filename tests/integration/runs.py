@@ -15,10 +15,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 SHORT = (  # 24 steps over both phases, a checkpoint every 4
-    "train.tokens=196_608",
-    "train.warmup_tokens=32_768",
-    "train.checkpoint_every_tokens=32_768",
-    "train.validate_every_tokens=65_536",
+    "train.tokens=98_304",
+    "train.warmup_tokens=16_384",
+    "train.checkpoint_every_tokens=16_384",
+    "train.validate_every_tokens=32_768",
     "train.validation_tokens=6_144",
     "train.statistics_every_steps=10",
     "data.sources.code.max_bytes=1_500_000",

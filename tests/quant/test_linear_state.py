@@ -264,6 +264,17 @@ def test_a_changed_weight_is_quantized_anew_within_the_same_step(
         assert torch.equal(layer(x), -2 * before)
 
 
+def test_a_new_weight_at_the_address_of_an_old_one_is_quantized() -> None:
+    cache = WeightCache()
+    for seed in range(20):
+        w = normal(64, 64, seed=seed)  # freed in each round, and its memory given out again
+        q, _ = cache.get(w, NVFP4_2D, along_n=False, step=0)
+        assert torch.equal(q.codes, quantize(w, NVFP4_2D).codes)
+        del w
+    cache.clear()
+    assert cache.nbytes == 0
+
+
 def test_a_weight_changed_behind_autograds_back_needs_invalidate() -> None:
     layer, precision = one_linear()
     x = normal(16, 64, seed=1)

@@ -86,6 +86,10 @@ def test_mixture_phases_merge_where_the_blend_does_not_change() -> None:
     ]
 
 
+def test_a_first_blend_left_out_means_equal_shares() -> None:
+    assert schedule(phases=(PhaseConfig(),)).phases[0].blend == {"code": 0.5, "prose": 0.5}
+
+
 def test_boundaries_are_the_steps_at_which_a_phase_begins() -> None:
     assert schedule().boundaries() == (50, 80, 90)
 
@@ -103,7 +107,6 @@ def test_the_past_decides_the_fingerprint_and_the_future_does_not() -> None:
     ("changes", "message"),
     [
         ({"phases": ()}, "train.phases: empty"),
-        ({"phases": (PhaseConfig(),)}, r"phases\[0\].blend: missing"),
         ({"phases": (PhaseConfig(blend={"cod": 1.0}),)}, "did you mean code"),
         ({"phases": (PhaseConfig(blend={"code": 0.0}),)}, "add up to 0"),
         ({"phases": (PhaseConfig(blend={"code": -1.0}),)}, "cannot be negative"),
