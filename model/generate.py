@@ -47,7 +47,10 @@ def prefill(
     """The next token's logits [B, V] after each row's last document, and the state to continue."""
     batch, length = tokens_BT.shape
     state = GenerationState(
-        [_empty_cache(model, kind, batch, length + max_new_tokens) for kind in model.config.pattern],
+        [
+            _empty_cache(model, kind, batch, length + max_new_tokens)
+            for kind in model.config.pattern
+        ],
         _visible(seq_idx_BT, max_new_tokens),
     )
     x_BTD = model.hidden(tokens_BT, seq_idx_BT, state.caches)
@@ -87,7 +90,9 @@ def generate(
         )
     tokens_BT, seq_idx_BT = left_pad(prompts, model.embedding.weight.device)
     logits_BV, state = prefill(model, tokens_BT, seq_idx_BT, max_new_tokens)
-    generators = [torch.Generator().manual_seed(seed * 1_000_003 + row) for row in range(len(prompts))]
+    generators = [
+        torch.Generator().manual_seed(seed * 1_000_003 + row) for row in range(len(prompts))
+    ]
     outputs: list[list[int]] = [[] for _ in prompts]
     done = [False] * len(prompts)
     for position in range(max_new_tokens):

@@ -121,7 +121,9 @@ def _pattern(values: Mapping[str, Any]) -> str:
     pattern = values.get("hybrid_override_pattern")
     types = values.get("layers_block_type") or values.get("layer_types")
     if pattern is None and types is None:
-        raise ValueError("the configuration lacks 'layers_block_type' and 'hybrid_override_pattern'")
+        raise ValueError(
+            "the configuration lacks 'layers_block_type' and 'hybrid_override_pattern'"
+        )
     if types is not None:
         unknown = sorted(set(types) - set(PATTERN_CHARS))
         if unknown:

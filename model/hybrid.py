@@ -140,9 +140,7 @@ class HybridModel(nn.Module):
     def token_losses(self, tokens_BT: Tensor, labels_BT: Tensor, seq_idx_BT: Tensor) -> Tensor:
         """Each token's loss [B, T] in FP32, 0 where the label is ignored. No gradient."""
         x_MD = self.hidden(tokens_BT, seq_idx_BT).flatten(0, 1)
-        losses_M = token_cross_entropy(
-            self.head, x_MD, labels_BT.flatten(), self.config.vocab_size
-        )
+        losses_M = token_cross_entropy(self.head, x_MD, labels_BT.flatten(), self.config.vocab_size)
         return losses_M.view(labels_BT.shape)
 
     def prefill(

@@ -20,6 +20,17 @@ SLICE_ELEMENTS = 1 << 25
 """Logits held at once: 128 MiB in FP32."""
 
 
+def _exponentiate(logits_MV: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace the logits by exp(logits - max), in place; returns each row's max and sum [M, 1]."""
+    max_M1 = logits_MV.new_empty(logits_MV.shape[0], 1)
+    sum_M1 = torch.empty_like(max_M1)
+    for part in blocks(*logits_MV.shape, logits_MV.device):
+        torch.amax(logits_MV[part], dim=1, keepdim=True, out=max_M1[part])
+        exp = logits_MV[part].sub_(max_M1[part]).exp_()
+        torch.sum(exp, dim=1, keepdim=True, out=sum_M1[part])
+    return max_M1, sum_M1
+
+
 class _SumCrossEntropy(torch.autograd.Function):
     """Sum of ``-log softmax(logits)[label]`` in FP32 (FP64 for FP64 logits).
 
@@ -31,13 +42,9 @@ class _SumCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits_MV: Tensor, labels_M: Tensor) -> Tensor:
         wide = logits_MV.detach().to(torch.promote_types(logits_MV.dtype, torch.float32))
         valid_M = labels_M != IGNORED
-        index_M1 = labels_M.where(valid_M, 0)[:, None]
+        index_M1 = labels_M.clamp_min(0)[:, None]
         picked_M1 = wide.gather(1, index_M1)
-        max_M1, sum_M1 = torch.empty_like(picked_M1), torch.empty_like(picked_M1)
-        for part in blocks(*wide.shape, wide.device):
-            torch.amax(wide[part], dim=1, keepdim=True, out=max_M1[part])
-            exp = wide[part].sub_(max_M1[part]).exp_()
-            torch.sum(exp, dim=1, keepdim=True, out=sum_M1[part])
+        max_M1, sum_M1 = _exponentiate(wide)
         ctx.save_for_backward(wide, sum_M1, index_M1, valid_M)
         ctx.logits_dtype = logits_MV.dtype
         return (sum_M1.log() + max_M1 - picked_M1).squeeze(1).where(valid_M, 0).sum()
@@ -74,15 +81,16 @@ def chunked_cross_entropy(
     return torch.stack(losses).sum()
 
 
+@torch.no_grad()
 def token_cross_entropy(
     head: Callable[[Tensor], Tensor], x_MD: Tensor, labels_M: Tensor, vocab_size: int
 ) -> Tensor:
     """Each token's loss [M] in FP32, 0 where the label is ignored. No gradient."""
     step = max(1, SLICE_ELEMENTS // vocab_size)
-    losses = [
-        torch.nn.functional.cross_entropy(
-            head(x).float(), labels, ignore_index=IGNORED, reduction="none"
-        )
-        for x, labels in zip(x_MD.split(step), labels_M.split(step), strict=True)
-    ]
-    return torch.cat(losses)
+    losses = []
+    for x, labels in zip(x_MD.split(step), labels_M.split(step), strict=True):
+        logits = head(x).float()
+        picked = logits.gather(1, labels.clamp_min(0)[:, None])
+        max_M1, sum_M1 = _exponentiate(logits)
+        losses.append((sum_M1.log() + max_M1 - picked).squeeze(1))
+    return torch.cat(losses).where(labels_M != IGNORED, 0)

@@ -80,9 +80,16 @@ class _Pieces:
 
 
 def _pieces(
-    x_BTHP: Tensor, dt_BTH: Tensor, B_BTGN: Tensor, C_BTGN: Tensor, A_H: Tensor, chunks: Chunks
+    x_BTHP: Tensor,
+    dt_BTH: Tensor,
+    B_BTGN: Tensor,
+    C_BTGN: Tensor,
+    A_H: Tensor,
+    chunks: Chunks,
+    decay: Tensor,
+    decay_is_known: bool = False,
 ) -> _Pieces:
-    batch, _, heads, head_dim = x_BTHP.shape
+    """``decay`` is a buffer [B, C, H, Q, Q]: filled here, unless it is known."""
     groups, Q = B_BTGN.shape[2], chunks.size
     x_BCHQP = x_BTHP.unflatten(1, (-1, Q)).transpose(2, 3)
     dt_BCQH = dt_BTH.unflatten(1, (-1, Q))
@@ -93,8 +100,9 @@ def _pieces(
     )
     log_BCQH = chunks.same @ (dt_BCQH * A_H)
     log_BCHQ = log_BCQH.transpose(2, 3).contiguous()
-    decay = log_BCHQ[..., :, None] - log_BCHQ[..., None, :]
-    decay = decay.add_(chunks.same_log[:, :, None]).exp_()
+    if not decay_is_known:
+        torch.sub(log_BCHQ[..., :, None], log_BCHQ[..., None, :], out=decay)
+        decay.add_(chunks.same_log[:, :, None]).exp_()
     scores_BCGQQ = C_BCGQN @ B_BCGQN.transpose(-1, -2)
     mixing = decay.unflatten(2, (groups, -1)) * scores_BCGQQ[:, :, :, None]
     into_BCQH = log_BCQH.exp() * chunks.enters[..., None]
@@ -141,17 +149,20 @@ def _forward_rows(
     chunks: Chunks,
     y: Tensor,
     states: Tensor,
+    decay: Tensor,
 ) -> None:
-    """Fill y [B, T, H, P] and the states at all boundaries [B, H, C+1, P, N]."""
+    """Fill y [B, T, H, P], the states at all boundaries [B, H, C+1, P, N], and the decays."""
     heads, groups, Q = x.shape[2], B.shape[2], chunks.size
-    p = _pieces(x, dt, B, C, A, chunks)
+    p = _pieces(x, dt, B, C, A, chunks, decay)
     leaving_BCGQJ = _by_group(p.u_BCHQP, p.out_of_BCQH, groups)
     added_BCHPN = (leaving_BCGQJ.transpose(-1, -2) @ p.B_BCGQN).view(
         *p.u_BCHQP.shape[:3], *states.shape[-2:]
     )
     added_BHCPN = torch.cat([initial[:, None], added_BCHPN], dim=1).transpose(1, 2)
     states.copy_((p.passing_BHCC @ added_BHCPN.flatten(3)).view(states.shape))
-    entering_BCGJN = states[:, :, :-1].transpose(1, 2).reshape(*p.B_BCGQN.shape[:3], -1, states.shape[-1])
+    entering_BCGJN = (
+        states[:, :, :-1].transpose(1, 2).reshape(*p.B_BCGQN.shape[:3], -1, states.shape[-1])
+    )
     carried_BCGQJ = p.C_BCGQN @ entering_BCGJN.transpose(-1, -2)
     y_BCQHP = y.unflatten(1, (-1, Q))
     local_BCQHP = (p.mixing_BCHQQ @ p.u_BCHQP).transpose(2, 3)
@@ -160,7 +171,7 @@ def _forward_rows(
 
 
 class _ChunkedScan(torch.autograd.Function):
-    """Keeps its inputs, outputs and boundary states; computes the decays and scores again."""
+    """Keeps its inputs, outputs, decays and boundary states; computes the rest again."""
 
     @staticmethod
     def forward(
@@ -176,8 +187,9 @@ class _ChunkedScan(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         batch, _, heads, head_dim = x.shape
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        boundaries = chunks.between.shape[-1]
-        states = x.new_empty(batch, heads, boundaries, head_dim, B.shape[-1])
+        num_chunks = chunks.enters.shape[1]
+        states = x.new_empty(batch, heads, num_chunks + 1, head_dim, B.shape[-1])
+        decay = x.new_empty(batch, num_chunks, heads, chunks.size, chunks.size)
         for rows in blocks(batch, x[0].numel(), x.device):
             _forward_rows(
                 *(value[rows] for value in (x, dt, B, C)),
@@ -187,16 +199,19 @@ class _ChunkedScan(torch.autograd.Function):
                 chunks.rows(rows),
                 y[rows],
                 states[rows],
+                decay[rows],
             )
-        ctx.save_for_backward(x, dt, B, C, A, D, y, states)
+        ctx.save_for_backward(x, dt, B, C, A, D, y, states, decay)
         ctx.chunks = chunks
         return y, states[:, :, -1].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-        x, dt, B, C, A, D, y, states = ctx.saved_tensors
-        grads = [torch.empty(value.shape, dtype=x.dtype, device=x.device) for value in (x, dt, B, C)]
+        x, dt, B, C, A, D, y, states, decay = ctx.saved_tensors
+        grads = [
+            torch.empty(value.shape, dtype=x.dtype, device=x.device) for value in (x, dt, B, C)
+        ]
         grad_A, grad_D = torch.zeros_like(A), torch.zeros_like(D)
         grad_initial = torch.empty_like(grad_final)
         for rows in blocks(x.shape[0], x[0].numel(), x.device):
@@ -207,6 +222,7 @@ class _ChunkedScan(torch.autograd.Function):
                 ctx.chunks.rows(rows),
                 y[rows],
                 states[rows],
+                decay[rows],
                 grad_y[rows],
                 grad_final[rows],
                 [grad[rows] for grad in grads],
@@ -227,6 +243,7 @@ def _backward_rows(
     chunks: Chunks,
     y: Tensor,
     states: Tensor,
+    decay: Tensor,
     grad_y: Tensor,
     grad_final: Tensor,
     grads: list[Tensor],
@@ -237,7 +254,7 @@ def _backward_rows(
     """Fill the gradients of x, dt, B, C and the initial state; add to those of A and D."""
     heads, groups, Q = x.shape[2], B.shape[2], chunks.size
     grad_x, grad_dt, grad_B, grad_C = grads
-    p = _pieces(x, dt, B, C, A, chunks)
+    p = _pieces(x, dt, B, C, A, chunks, decay, decay_is_known=True)
     grad_y_BCHQP = grad_y.unflatten(1, (-1, Q)).transpose(2, 3).contiguous()
 
     # y = mixing u: the scores' gradient, summed over a group's heads, and part of u's.
@@ -246,7 +263,9 @@ def _backward_rows(
     grad_u_BCHQP = p.mixing_BCHQQ.transpose(-1, -2) @ grad_y_BCHQP
 
     # y += into C . entering, then the states, from the last boundary back.
-    entering_BCGJN = states[:, :, :-1].transpose(1, 2).reshape(*p.B_BCGQN.shape[:3], -1, B.shape[-1])
+    entering_BCGJN = (
+        states[:, :, :-1].transpose(1, 2).reshape(*p.B_BCGQN.shape[:3], -1, B.shape[-1])
+    )
     grad_carried_BCGQJ = _by_group(grad_y_BCHQP, p.into_BCQH, groups)
     grad_C_BCGQN = grad_scores_BCGQQ @ p.B_BCGQN + grad_carried_BCGQJ @ entering_BCGJN
     grad_entering = (grad_carried_BCGQJ.transpose(-1, -2) @ p.C_BCGQN).view(
@@ -262,7 +281,9 @@ def _backward_rows(
     grad_u_BCQHP = grad_u_BCHQP.transpose(2, 3)
     grad_u_BCQHP.addcmul_(_heads(grad_leaving_BCGQJ, heads), p.out_of_BCQH[..., None])
     leaving_BCGQJ = _by_group(p.u_BCHQP, p.out_of_BCQH, groups)
-    grad_B_BCGQN = grad_scores_BCGQQ.transpose(-1, -2) @ p.C_BCGQN + leaving_BCGQJ @ grad_added_BCGJN
+    grad_B_BCGQN = (
+        grad_scores_BCGQQ.transpose(-1, -2) @ p.C_BCGQN + leaving_BCGQJ @ grad_added_BCGJN
+    )
     grad_B.unflatten(1, (-1, Q)).copy_(grad_B_BCGQN.transpose(2, 3))
     grad_C.unflatten(1, (-1, Q)).copy_(grad_C_BCGQN.transpose(2, 3))
 

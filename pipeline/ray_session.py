@@ -25,12 +25,14 @@ def start_ray(address: str | None) -> None:
 
     if ray.is_initialized():
         return
+    address = address or os.environ.get("RAY_ADDRESS")  # as a job of a cluster has it
     if address:
         ray.init(address=address, logging_level=logging.WARNING)
         return
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     ray.init(
+        address="local",
         num_cpus=max(4, (os.cpu_count() or 1) + 2),
         include_dashboard=False,
         logging_level=logging.ERROR,

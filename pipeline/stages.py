@@ -51,7 +51,11 @@ def prepare(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
     """Prepare the corpus, or find it prepared. Leaves its folder."""
     from pipeline.data.prepare import prepare as prepare_corpus
 
-    return {"dataset": str(prepare_corpus(config.data, root_folder(config)))}
+    return {
+        "dataset": str(
+            prepare_corpus(config.data, root_folder(config), address=config.cluster.address)
+        )
+    }
 
 
 def train(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
@@ -174,7 +178,7 @@ def dataset_folder(config: Config, run: RunFolder) -> Path:
         return Path(json.loads(manifest.read_text())["output"]["dataset"])
     from pipeline.data.prepare import prepare as prepare_corpus
 
-    return prepare_corpus(config.data, root_folder(config))
+    return prepare_corpus(config.data, root_folder(config), address=config.cluster.address)
 
 
 def _size(folder: Path) -> int:

@@ -34,7 +34,7 @@ def prepare(raw: dict[str, Any], overrides: list[str]) -> None:
     from pipeline.data.prepare import prepare as prepare_corpus
 
     config = from_dict(raw)
-    folder = prepare_corpus(config.data, root_folder(config))
+    folder = prepare_corpus(config.data, root_folder(config), address=config.cluster.address)
     print(f"prepared corpus: {folder}")
 
 

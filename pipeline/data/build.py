@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from pipeline.config import ConfigError, DataConfig, digest
@@ -124,15 +125,23 @@ def _describe(index: pa.Table, num_sources: int) -> tuple[Documents, list[dict[s
         found = {entry["values"]: entry["counts"] for entry in statuses.value_counts().to_pylist()}
         items.append({"read": len(statuses), **{kind: found.get(kind, 0) for kind in NO_DOCUMENT}})
     kept = index.filter(pc.equal(index["status"], DOCUMENT)).combine_chunks()
-    hashes = b"".join(chunk.buffers()[1] for chunk in kept["sha256"].chunks)
     documents = Documents(
         id_N=kept["id"].to_numpy(),
         source_N=kept["id"].to_numpy() >> SOURCE_SHIFT,
-        hash_N4=np.frombuffer(hashes, dtype=">u8").reshape(-1, 4).astype(np.uint64),
+        hash_N4=_hash_words(kept["sha256"]),
         bytes_N=kept["bytes"].to_numpy(),
         reserved_N=kept["reserved"].to_numpy(zero_copy_only=False),
     )
     return documents, items
+
+
+def _hash_words(hashes: pa.ChunkedArray) -> NDArray[np.uint64]:
+    """SHA-256 digests as four big-endian words each [N, 4]."""
+    words = [np.empty(0, dtype=">u8")]
+    for chunk in hashes.chunks:
+        start, count = 32 * chunk.offset, 4 * len(chunk)
+        words.append(np.frombuffer(chunk.buffers()[1], dtype=">u8", count=count, offset=start))
+    return np.concatenate(words).reshape(-1, 4).astype(np.uint64)
 
 
 def _check_selection(

@@ -140,7 +140,7 @@ class Trainer:
             for step in steps
             for index in owned
         )
-        batches = self.stream.iterate(requests)
+        batches = self.stream.iterate(requests, executor=self.config.data.executor)
         for _ in steps:
             yield [next(batches) for _ in owned]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -68,6 +69,18 @@ def test_text_survives_and_each_document_ends_with_its_only_eos(dataset: Dataset
     expected = [*sentences(60, "apple"), f"about {EOS} and more {EOS}\n"]
     assert sorted(found) == sorted(expected)
     assert dataset.manifest["sources"]["a"]["documents"] == len(documents(dataset, "a"))
+
+
+def test_documents_stand_in_the_order_of_their_hashes_and_the_lowest_are_held_out(
+    dataset: Dataset,
+) -> None:
+    for source in dataset.sources:
+        found = [*held_out(dataset, source, reserved=False), *documents(dataset, source)]
+        hashes = [hashlib.sha256(text.encode()).digest() for text in found]
+        assert hashes == sorted(hashes)
+        limit = int(0.1 * 2**64).to_bytes(8)
+        number = len(held_out(dataset, source, reserved=False))
+        assert hashes[number - 1] < limit <= hashes[number]
 
 
 def test_copies_are_dropped_within_and_between_sources(dataset: Dataset) -> None:

@@ -51,7 +51,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("changes", CASES)
-def test_logits_loss_and_gradients_equal_transformers(small_config: ConfigFactory, changes: dict) -> None:
+def test_logits_loss_and_gradients_equal_transformers(
+    small_config: ConfigFactory, changes: dict
+) -> None:
     model = randomized(small_config(**changes))
     theirs = reference(model)
     tokens = torch.randint(0, model.config.vocab_size, (2, 29))
@@ -72,7 +74,9 @@ def test_logits_loss_and_gradients_equal_transformers(small_config: ConfigFactor
         gradients["lm_head.weight"] = gradients["model.embeddings.weight"]
     for name, gradient in from_nemotron_h(gradients, model.config).items():
         ours = model.get_parameter(name).grad
-        torch.testing.assert_close(ours, gradient, atol=1e-4, rtol=1e-4, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(
+            ours, gradient, atol=1e-4, rtol=1e-4, msg=lambda m: f"{name}: {m}"
+        )
 
 
 @pytest.mark.parametrize("changes", CASES)
@@ -90,7 +94,9 @@ def test_a_missing_or_unknown_tensor_is_refused_by_name(small_config: ConfigFact
     model = HybridModel(small_config())
     state = model.state_dict()
     with pytest.raises(ValueError, match=r"blocks\.1\.ffn\.up\.weight"):
-        to_nemotron_h({n: t for n, t in state.items() if n != "blocks.1.ffn.up.weight"}, model.config)
+        to_nemotron_h(
+            {n: t for n, t in state.items() if n != "blocks.1.ffn.up.weight"}, model.config
+        )
     with pytest.raises(ValueError, match="surplus"):
         to_nemotron_h(state | {"surplus": torch.zeros(1)}, model.config)
 
@@ -111,7 +117,9 @@ def test_config_round_trip_through_transformers(small_config: ConfigFactory) -> 
     assert config_from_nemotron_h(theirs.to_dict()) == config
 
 
-def test_config_reads_either_pattern_and_refuses_a_contradiction(small_config: ConfigFactory) -> None:
+def test_config_reads_either_pattern_and_refuses_a_contradiction(
+    small_config: ConfigFactory,
+) -> None:
     values = config_to_nemotron_h(small_config())
     only_types = {k: v for k, v in values.items() if k != "hybrid_override_pattern"}
     only_pattern = {k: v for k, v in values.items() if k != "layers_block_type"}
@@ -134,7 +142,9 @@ def test_config_reads_either_pattern_and_refuses_a_contradiction(small_config: C
         ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
     ],
 )
-def test_what_the_architecture_lacks_is_refused_by_name(small_config: ConfigFactory, changes: dict, named: str) -> None:
+def test_what_the_architecture_lacks_is_refused_by_name(
+    small_config: ConfigFactory, changes: dict, named: str
+) -> None:
     with pytest.raises(ValueError, match=named):
         config_from_nemotron_h(config_to_nemotron_h(small_config()) | changes)
 

@@ -14,7 +14,14 @@ from model.ssd import chunked_scan, step_scan
 
 
 def recurrence(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, seq_idx: Tensor, state: Tensor
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    seq_idx: Tensor,
+    state: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Token by token, the state cleared where a new document begins."""
     outputs = []
@@ -51,7 +58,7 @@ def documents(batch: int, tokens: int, count: int) -> Tensor:
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("chunk_size", [1, 4, 7, 16, 64])
+@pytest.mark.parametrize("chunk_size", [1, 4, 7, 16, 23, 64])
 @pytest.mark.parametrize("count", [1, 5])
 def test_scan_equals_the_recurrence_values_and_gradients(
     groups: int, chunk_size: int, count: int
@@ -91,7 +98,9 @@ def test_scan_in_two_calls_equals_one() -> None:
     state, parts = initial, []
     for part in (slice(0, 9), slice(9, 20)):
         chunks = Packing(one[:, part], x.dtype).chunks(8)
-        y, state = chunked_scan(x[:, part], dt[:, part], A, B[:, part], C[:, part], D, chunks, state)
+        y, state = chunked_scan(
+            x[:, part], dt[:, part], A, B[:, part], C[:, part], D, chunks, state
+        )
         parts.append(y)
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-10, rtol=1e-10)
     torch.testing.assert_close(state, last, atol=1e-10, rtol=1e-10)

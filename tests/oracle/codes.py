@@ -38,9 +38,8 @@ def compare_codes(step: Step, witness: Witness, outcome: Outcome) -> list[Mismat
         for operand, made in library_operands(call, weight_NK, step.formats[name], site).items():
             wrong = differing_bytes(record.operands[operand], made)
             if wrong:
-                mismatches.append(
-                    Mismatch(f"codes of {operand}", f"{name, microbatch}", wrong, made.codes.numel())
-                )
+                where, size = f"{name, microbatch}", made.codes.numel()
+                mismatches.append(Mismatch(f"codes of {operand}", where, wrong, size))
     return mismatches
 
 
@@ -49,7 +48,7 @@ def library_operands(
 ) -> dict[str, QuantizedTensor]:
     """What ``quantize`` makes of one linear's quantized operands; BF16 ones have no bytes."""
     x_TK, dy_TN = torch.from_numpy(call["x"]), torch.from_numpy(call["dy"])
-    made = {}
+    made: dict[str, QuantizedTensor] = {}
     if formats.forward == "nvfp4":
         made |= {"x": quantize(x_TK, NVFP4), "w": quantize(weight_NK, NVFP4_2D)}
     elif formats.forward == "mxfp8":

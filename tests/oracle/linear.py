@@ -145,8 +145,8 @@ def gemm(a_MK: Operand, b_NK: Operand, rules: Rules) -> Product:
     total, magnitude = np.zeros((rows, columns)), np.zeros((rows, columns))
     for start in range(0, length, 16):
         a, b = a_MK.values[:, start : start + 16], b_NK.values[:, start : start + 16]
-        total += a @ b.T
-        magnitude += np.abs(a) @ np.abs(b).T
+        total += np.einsum("mk,nk->mn", a, b)
+        magnitude += np.einsum("mk,nk->mn", np.abs(a), np.abs(b))
     scale = rules.tensor_scale(a_MK, b_NK)
     count = length + 2
     return Product(total * scale, count * UNIT / (1 - count * UNIT) * magnitude * scale)

@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from model import HybridModel, ModelConfig, document_index
+from model.hybrid import Checkpointing
 from pipeline.config import PhaseConfig, TrainConfig
 from pipeline.data.stream import IGNORED, Batch
 from pipeline.train.optim import build_optimizer
 from quant import Precision, apply_recipe, named_recipe
+from quant.backend import Backend
 from quant.backend import backend as quantizers
 from tests.oracle.linear import recipe_table
 from tests.oracle.step import AdamW, Step, linear_names
@@ -68,8 +70,8 @@ class Path:
     row_length: int = 24
     micro_batches: tuple[int, ...] = (0, 1)
     modes: tuple[str, ...] = ("recipe", "recipe")
-    checkpointing: str = "none"
-    quantizers: str = "auto"
+    checkpointing: Checkpointing = "none"
+    quantizers: Backend = "auto"
     gemm: str | None = None
     between: Callable[[HybridModel, Precision], None] | None = None
 
@@ -123,7 +125,7 @@ def walk(path: Path) -> list[tuple[Step, Witness]]:
         precision.mode = mode
         step = FIRST_STEP + position
         rate = TRAIN.learning_rate / (1 + position)
-        with quantizers(path.quantizers):  # type: ignore[arg-type]
+        with quantizers(path.quantizers):
             witness = witness_step(
                 model,
                 precision,
@@ -139,9 +141,7 @@ def walk(path: Path) -> list[tuple[Step, Witness]]:
             micro_batches=witness.micro_batches,
             seed=SEED,
             step=step,
-            formats=recipe_table(
-                path.recipe, layers, num_blocks, path.first, path.last, mode=mode
-            ),
+            formats=recipe_table(path.recipe, layers, num_blocks, path.first, path.last, mode=mode),
             adamw=AdamW(rate, TRAIN.beta1, TRAIN.beta2, TRAIN.epsilon, TRAIN.weight_decay),
             clip_norm=CLIP_NORM,
             moments=witness.moments_before,

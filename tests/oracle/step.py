@@ -98,8 +98,8 @@ Place = tuple[str, int]
 
 @dataclass
 class Outcome:
-    """Every figure of the step. ``gradients`` holds a dictionary per micro-batch, each the sum up to
-    and with that one; ``clipped`` is what AdamW sees."""
+    """Every figure of the step. ``gradients`` holds a dictionary per micro-batch, each the sum up
+    to and with that one; ``clipped`` is what AdamW sees."""
 
     records: dict[Place, Record]
     losses: list[float]
@@ -210,13 +210,15 @@ class _Pass:
             loss, _ = self.model.loss(micro_batch.tokens, micro_batch.labels, micro_batch.seq_idx)
             (loss / num_valid).backward()
             losses.append(loss.item())
-            gradients.append(
-                {
-                    name: parameter.grad.numpy().copy()
-                    for name, parameter in self.model.named_parameters()
-                }
-            )
+            gradients.append(self.summed_gradients())
         return losses, num_valid, gradients
+
+    def summed_gradients(self) -> Arrays:
+        summed = {}
+        for name, parameter in self.model.named_parameters():
+            assert parameter.grad is not None
+            summed[name] = parameter.grad.numpy().copy()
+        return summed
 
 
 def linear_names(model: nn.Module) -> list[str]:

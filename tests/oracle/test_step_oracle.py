@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tests.oracle.compare import compare, same_bits, shown
 from tests.oracle.linear import Rules
 from tests.oracle.mutants import MUTANTS, StaleWeights
 from tests.oracle.paths import FIRST_STEP, PATHS, Path, walk
-from tests.oracle.step import MicroBatch, Step, run_step
+from tests.oracle.step import MicroBatch, Outcome, Step, run_step
 from tests.oracle.witness import Witness
 from tests.quant.toy_hybrid import recorded_copies
 
@@ -61,7 +62,7 @@ def test_every_figure_of_two_steps_is_the_oracle_s(name: str) -> None:
     ids=["full recompute", "selective recompute", "plain torch", "C++"],
 )
 def test_recompute_and_the_quantizers_implementation_change_no_bit(
-    change: dict[str, str], repeats: bool
+    change: dict[str, Any], repeats: bool
 ) -> None:
     plain = walked(PATHS["the production recipe"])
     changed = walked(replace(PATHS["the production recipe"], **change))
@@ -99,25 +100,40 @@ def test_the_layers_themselves_make_the_oracle_s_bytes() -> None:
 
 @pytest.mark.parametrize("recipe", ["nvfp4_paper", "nvfp4", "bf16"])
 def test_the_oracle_left_to_itself_takes_nearly_the_same_step(recipe: str) -> None:
-    """Measured, not derived: a sum that falls on the other side of a BF16 tie moves what follows."""
+    """Measured, not derived: a sum on the other side of a BF16 tie moves all that follows."""
     for step, witness in walked(Path(recipe=recipe)):
-        own = run_step(step)
+        own, replayed = run_step(step), compare(step, witness)[1]
         assert witness.result is not None
         assert sum(own.losses) / own.num_valid == pytest.approx(witness.result.loss, rel=1e-4)
         assert own.grad_norm == pytest.approx(witness.result.grad_norm, rel=1e-2)
-        moved = np.concatenate([(own.weights[n] - w).ravel() for n, w in step.weights.items()])
-        theirs = np.concatenate(
-            [(witness.weights_after[n] - w).ravel() for n, w in step.weights.items()]
+        assert np.mean(equal_codes(own, replayed)) > 0.98
+        mine, theirs = (
+            np.concatenate([(after[n] - w).ravel() for n, w in step.weights.items()])
+            for after in (own.weights, witness.weights_after)
         )
-        assert np.linalg.norm(moved - theirs) < 0.1 * np.linalg.norm(moved)
+        assert np.linalg.norm(mine - theirs) < 0.2 * np.linalg.norm(mine)
+
+
+def equal_codes(a: Outcome, b: Outcome) -> list[float]:
+    """The share of equal code bytes of each quantized operand; 1 where there is none."""
+    shares = [1.0]
+    for place, record in a.records.items():
+        for name, operand in record.operands.items():
+            if operand.codes is not None:
+                shares.append(
+                    float(np.mean(operand.codes == b.records[place].operands[name].codes))
+                )
+    return shares
 
 
 # What the comparison notices
 
 
-@pytest.mark.parametrize(("rules", "expected"), MUTANTS, ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    ("rules", "expected"), MUTANTS, ids=[type(rules).__name__ for rules, _ in MUTANTS]
+)
 def test_a_wrong_rule_is_noticed_and_nothing_beside_it(rules: Rules, expected: set[str]) -> None:
-    step, witness = walked(Path(row_length=20))[0]
+    step, witness = walked(Path(row_length=20, micro_batches=(1,)))[0]
     assert disagreements(step, witness, rules) == expected
 
 
