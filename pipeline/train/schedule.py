@@ -1,8 +1,9 @@
 """One schedule for all that changes in a run: data, sequence length, learning rate, precision.
 
 The user writes one list of phases, each with a start in tokens; what an entry leaves out goes on
-as before (a blend at first: equal shares of all sources). A step always consumes `global_batch` units of `sequence_length` tokens (a phase with
-shorter rows cuts its units into more rows), so steps, units and tokens convert exactly:
+as before (a blend at first: equal shares of all sources). A step always consumes `global_batch`
+units of `sequence_length` tokens (a phase with shorter rows cuts its units into more rows), so
+steps, units and tokens convert exactly:
 
     tokens = step * tokens_per_step        unit = step * global_batch
 
