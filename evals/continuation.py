@@ -3,7 +3,8 @@
 A question shows the text before a cut of a document and four spans of equal length in characters:
 the true continuation, and three from elsewhere in the same document. All begin at the same kind of
 border (a line's start, or a sentence's start where a document has few lines), so that subject,
-style and form give nothing away; what is left is whether the model follows the text. Chance is
+style and form give nothing away; what is left is whether the model follows the text. A choice is
+judged by what the context adds to its likelihood (see `evals.harness.headline`). Chance is
 0.25, and a model that answers always the same gets exactly about that: the answers are spread
 evenly over the four places.
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import io
 import json
 import logging
+import operator
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,15 +66,17 @@ def run_tasks(
         os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with _quiet(), tempfile.TemporaryDirectory() as cache:
-        import lm_eval
+        from lm_eval import evaluator
         from lm_eval.tasks import TaskManager
 
         from evals.adapter import HarnessModel
 
+        # It asks git about the working folder, which complains where that is no repository.
+        evaluator.get_git_commit_hash = lambda: None
         manager = TaskManager(include_path=str(TASKS), include_defaults=not offline)
         _check_names(tasks, manager.all_tasks)
         was_training = model.training
-        outcome = lm_eval.simple_evaluate(
+        outcome = evaluator.simple_evaluate(
             model=HarnessModel(model.eval(), tokenizer, eos_id, max_length, batch_size),
             tasks=[_specification(name, questions, cache) for name in tasks],
             task_manager=manager,
@@ -125,10 +129,18 @@ def _summary(name: str, outcome: Mapping[str, Any]) -> dict[str, Any]:
         "version": outcome["versions"][name],
         "metrics": metrics,
     }
-    named = {"accuracy": "acc", "standard_error": "acc_stderr", "accuracy_norm": "acc_bytes"}
-    if "acc_bytes" not in metrics:
-        named["accuracy_norm"] = "acc_norm"
+    metric = headline(metrics)
+    named = {"accuracy": metric, "standard_error": f"{metric}_stderr", "accuracy_norm": "acc_norm"}
     return summary | {ours: metrics[theirs] for ours, theirs in named.items() if theirs in metrics}
+
+
+def headline(metrics: Mapping[str, float]) -> str:
+    """The metric that a multiple-choice task is judged by.
+
+    Mutual information (Brown et al. 2020) where the task asks for it: a choice's log-likelihood
+    after the context less that without it, so that a choice is not taken for being common.
+    """
+    return "acc_mutual_info" if "acc_mutual_info" in metrics else "acc"
 
 
 def _write_samples(samples: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -137,11 +149,20 @@ def _write_samples(samples: Sequence[Mapping[str, Any]], path: Path) -> None:
     with path.open("w", encoding="utf-8") as file:
         for sample in samples:
             arguments = [list(argument) for argument in sample["arguments"]]
+            prompt = arguments[0][0]
+            asked = [argument[0] == prompt for argument in arguments]
             line = {
                 "document": sample["doc"],
-                "prompt": arguments[0][0],
-                "continuations": [argument[1] for argument in arguments if len(argument) > 1],
-                "scores": sample["filtered_resps"],
+                "prompt": prompt,
+                "continuations": [
+                    argument[1]
+                    for argument, here in zip(arguments, asked, strict=True)
+                    if here and len(argument) > 1
+                ],
+                "scores": list(compress(sample["filtered_resps"], asked)),
+                "scores_without_prompt": list(
+                    compress(sample["filtered_resps"], map(operator.not_, asked))
+                ),
                 "target": sample["target"],
                 "metrics": {name: sample[name] for name in sample["metrics"]},
             }

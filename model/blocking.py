@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
-CACHE_ELEMENTS = 1 << 18
-"""Elements of one tensor's piece: 1 MiB in FP32, of which a chain touches a few."""
+CACHE_ELEMENTS = 1 << 19
+"""Elements of one tensor's piece: 2 MiB in FP32, of which a chain touches a few."""
 
 
 def blocks(count: int, elements_each: int, device: torch.device) -> Iterator[slice]:

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from evals.baselines import Bigram, baseline_loss
 from evals.continuation import CHANCE, make_questions, write_questions
 from evals.domains import domain_loss
-from evals.harness import read_samples, run_tasks
+from evals.harness import headline, read_samples, run_tasks
 from model import HybridModel
 from pipeline.config import EvalsConfig
 from pipeline.data.shards import Dataset
@@ -168,7 +168,8 @@ def _by_domain(samples: Path) -> dict[str, dict[str, float]]:
     """Accuracy, its standard error and the number of questions of each domain."""
     correct = defaultdict(list)
     for sample in read_samples(samples):
-        correct[sample["document"]["domain"]].append(sample["metrics"]["acc"])
+        metrics = sample["metrics"]
+        correct[sample["document"]["domain"]].append(metrics[headline(metrics)])
     return {
         domain: {
             "accuracy": float(np.mean(each)),

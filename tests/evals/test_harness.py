@@ -252,11 +252,11 @@ def test_a_model_that_knows_the_texts_answers_everything(
 ) -> None:
     texts = [tokenizer.encode(d["text"]).ids for ds in corpus().values() for d in ds]
     result = run(KnowsTheTexts(texts), tokenizer, questions, tmp_path)
-    assert (result["accuracy"], result["accuracy_norm"]) == (1.0, 1.0)
+    assert result["accuracy"] == 1.0
     assert (result["num_samples"], result["num_fewshot"]) == (40, 0)
     assert result["standard_error"] == 0.0
     assert result["metrics"]["acc"] == 1.0
-    assert result["version"] == 1.0
+    assert result["version"] == 2.0
 
 
 def test_a_uniform_model_is_at_chance_with_its_standard_error(
@@ -284,7 +284,11 @@ def test_samples_hold_prompt_choices_scores_and_answer_unaltered(
         assert int(sample["target"]) == question.answer
         scores = [score[0] for score in sample["scores"]]
         assert sample["metrics"]["acc"] == float(scores.index(max(scores)) == question.answer)
-    correct = [sample["metrics"]["acc"] for sample in samples]
+        alone = [score[0] for score in sample["scores_without_prompt"]]
+        gains = [score - base for score, base in zip(scores, alone, strict=True)]
+        informed = float(gains.index(max(gains)) == question.answer)
+        assert sample["metrics"]["acc_mutual_info"] == informed
+    correct = [sample["metrics"]["acc_mutual_info"] for sample in samples]
     assert result["accuracy"] == pytest.approx(sum(correct) / len(correct))
     json.dumps(result)  # plain numbers throughout
 
