@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
+from torch import Tensor
 
 CACHE_ELEMENTS = 1 << 19
 """Elements of one tensor's piece: 2 MiB in FP32, of which a chain touches a few."""
 
 
-def blocks(count: int, elements_each: int, device: torch.device) -> Iterator[slice]:
-    """Slices over ``count`` items of ``elements_each`` elements that cover them in order."""
-    size = max(1, CACHE_ELEMENTS // elements_each) if device.type == "cpu" else count
+def blocks(tensor: Tensor) -> Iterator[slice]:
+    """Slices of the first dimension that cover ``tensor`` in order, a piece each."""
+    count = tensor.shape[0]
+    size = max(1, count)
+    if tensor.device.type == "cpu":
+        size = max(1, CACHE_ELEMENTS * count // max(1, tensor.numel()))
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))

@@ -28,7 +28,7 @@ class _ConvSilu(torch.autograd.Function):
         weight_KC = weight_CK.t().to(dtype).contiguous()
         sum_BTC = torch.empty(x_BTC.shape, dtype=dtype, device=x_BTC.device)
         out_BTC = torch.empty_like(sum_BTC)
-        for rows in blocks(x_BTC.shape[0], x_BTC[0].numel(), x_BTC.device):
+        for rows in blocks(x_BTC):
             x, total = x_BTC[rows].to(dtype), sum_BTC[rows]
             torch.addcmul(bias_C.to(dtype), x, weight_KC[-1], out=total)
             for lag in range(1, min(len(weight_KC), x.shape[1])):
@@ -46,7 +46,7 @@ class _ConvSilu(torch.autograd.Function):
         grad_x = torch.empty(x_BTC.shape, dtype=x_BTC.dtype, device=x_BTC.device)
         grad_weight_KC = torch.zeros_like(weight_KC)
         grad_bias_C = torch.zeros_like(weight_KC[0])
-        for rows in blocks(x_BTC.shape[0], x_BTC[0].numel(), x_BTC.device):
+        for rows in blocks(x_BTC):
             x = x_BTC[rows].to(weight_KC.dtype)
             grad = torch.ops.aten.silu_backward(grad_BTC[rows], sum_BTC[rows])
             grad_bias_C += grad.sum(dim=(0, 1))

@@ -25,7 +25,7 @@ class _SquaredReLU(torch.autograd.Function):
         ctx.save_for_backward(x)
         x_MF = x.flatten(0, -2)
         out_MF = torch.empty_like(x_MF)
-        for part in blocks(*x_MF.shape, x.device):
+        for part in blocks(x_MF):
             torch.clamp_min(x_MF[part], 0, out=out_MF[part]).square_()
         return out_MF.view(x.shape)
 
@@ -35,7 +35,7 @@ class _SquaredReLU(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         x_MF, grad_MF = x.flatten(0, -2), grad.flatten(0, -2)
         out_MF = torch.empty_like(x_MF)
-        for part in blocks(*x_MF.shape, x.device):
+        for part in blocks(x_MF):
             torch.clamp_min(x_MF[part], 0, out=out_MF[part]).mul_(2).mul_(grad_MF[part])
         return out_MF.view(x.shape)
 

@@ -138,6 +138,10 @@ def _pattern(values: Mapping[str, Any]) -> str:
                 f"{from_types!r}; remove the wrong one"
             )
         return from_types
+    if pattern is None:
+        raise ValueError(
+            "the configuration lacks 'layers_block_type' and 'hybrid_override_pattern'; add either"
+        )
     unknown = sorted(set(pattern) - set(LAYER_TYPES))
     if unknown:
         raise ValueError(

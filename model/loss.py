@@ -24,7 +24,7 @@ def _exponentiate(logits_MV: Tensor) -> tuple[Tensor, Tensor]:
     """Replace the logits by exp(logits - max), in place; returns each row's max and sum [M, 1]."""
     max_M1 = logits_MV.new_empty(logits_MV.shape[0], 1)
     sum_M1 = torch.empty_like(max_M1)
-    for part in blocks(*logits_MV.shape, logits_MV.device):
+    for part in blocks(logits_MV):
         torch.amax(logits_MV[part], dim=1, keepdim=True, out=max_M1[part])
         exp = logits_MV[part].sub_(max_M1[part]).exp_()
         torch.sum(exp, dim=1, keepdim=True, out=sum_M1[part])

@@ -19,7 +19,7 @@ from model.conv import CausalConv
 from model.linear import Linear
 from model.norms import GatedRMSNorm
 from model.packing import Packing
-from model.ssd import chunked_scan, step_scan
+from model.ssd import best_chunk, chunked_scan, step_scan
 
 
 @dataclass
@@ -91,7 +91,11 @@ class Mamba2(nn.Module):
             y, state = y if with_state else (y, None)
             return y.float(), state
         x, b, c = x.to(dt.dtype), b.to(dt.dtype), c.to(dt.dtype)
-        return chunked_scan(x, dt, A, b, c, D, packing.chunks(self.config.mamba_chunk_size))
+        config = self.config
+        chunk = best_chunk(
+            config.mamba_chunk_size, config.mamba_state_size, x.shape[1], x.device
+        )
+        return chunked_scan(x, dt, A, b, c, D, packing.chunks(chunk))
 
     def step(self, x_BD: Tensor, cache: MambaCache) -> Tensor:
         """One token: [B, D] -> [B, D]; updates ``cache``."""

@@ -47,7 +47,7 @@ class _RMSNorm(torch.autograd.Function):
         weight_I = weight_I.to(_wide(x.dtype))
         out = torch.empty_like(x_MI)
         inverse = x_MI.new_empty(x_MI.shape[0], 1, 1, dtype=weight_I.dtype)
-        for part in blocks(*x_MI.shape, x.device):
+        for part in blocks(x_MI):
             wide = x_MI[part].to(weight_I.dtype)
             inverse[part] = _inverse_rms(wide, 1, eps)
             out[part] = (wide * inverse[part, 0]).mul_(weight_I)
@@ -60,7 +60,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight_I, inverse = ctx.saved_tensors
         x_MI, grad_MI = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
         grad_x, grad_weight = torch.empty_like(x_MI), torch.zeros_like(weight_I)
-        for part in blocks(*x_MI.shape, x.device):
+        for part in blocks(x_MI):
             wide, wide_grad = x_MI[part].to(weight_I.dtype), grad_MI[part].to(weight_I.dtype)
             grad_x[part] = _norm_backward(wide_grad, wide, inverse[part], weight_I, grad_weight)
         return grad_x.view(x.shape), grad_weight, None
@@ -75,7 +75,7 @@ class _GatedRMSNorm(torch.autograd.Function):
         weight_I = weight_I.to(y.dtype)
         out = torch.empty(z_MI.shape, dtype=z.dtype, device=z.device)
         inverse = y_MI.new_empty(y_MI.shape[0], groups, 1)
-        for part in blocks(*y_MI.shape, y.device):
+        for part in blocks(y_MI):
             gated = F.silu(z_MI[part].to(y.dtype)).mul_(y_MI[part])
             inverse[part] = _inverse_rms(gated, groups, eps)
             gated.unflatten(-1, (groups, -1)).mul_(inverse[part])
@@ -90,7 +90,7 @@ class _GatedRMSNorm(torch.autograd.Function):
         y_MI, z_MI, grad_MI = (tensor.flatten(0, -2) for tensor in (y, z, grad))
         grad_y, grad_weight = torch.empty_like(y_MI), torch.zeros_like(weight_I)
         grad_z = torch.empty(z_MI.shape, dtype=z.dtype, device=z.device)
-        for part in blocks(*y_MI.shape, y.device):
+        for part in blocks(y_MI):
             gate_in = z_MI[part].to(y.dtype)
             gate = F.silu(gate_in)
             grad_gated = _norm_backward(

@@ -15,10 +15,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-CPU_CHUNK = 64
-"""Tokens; measured best or near it for state sizes 32 to 128."""
-
-
 def document_index(tokens_BT: Tensor, eos_id: int) -> Tensor:
     """The number of each token's document within its row, int32 [B, T], from 0.
 
@@ -70,11 +66,7 @@ class Packing:
         return masks[lag]
 
     def chunks(self, chunk_size: int) -> Chunks:
-        """The scan's masks, for chunks of ``chunk_size`` tokens, or fewer where that is faster: in
-        short rows, and on a CPU, where matrix products are no cheaper than their operands."""
-        if self.seq_idx_BT.device.type == "cpu":
-            chunk_size = min(chunk_size, CPU_CHUNK)
-        chunk_size = min(chunk_size, self.seq_idx_BT.shape[1])
+        """The scan's masks for chunks of ``chunk_size`` tokens."""
         cache = self.__dict__.setdefault("_chunks", {})
         if chunk_size not in cache:
             cache[chunk_size] = Chunks(self.seq_idx_BT, chunk_size, self.scan_dtype)

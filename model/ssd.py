@@ -18,8 +18,7 @@ B and C), R heads in a group, P head dim, N state size, J = R P.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,9 +46,17 @@ def chunked_scan(
     if initial_state_BHPN is None:
         shape = (x_BTHP.shape[0], *x_BTHP.shape[2:], B_BTGN.shape[-1])
         initial_state_BHPN = x_BTHP.new_zeros(shape)
-    inputs = [_pad_to_chunks(value, chunks) for value in (x_BTHP, dt_BTH, B_BTGN, C_BTGN)]
-    y, final = _ChunkedScan.apply(*inputs, A_H, D_H, initial_state_BHPN, chunks)
+    padded = (_pad_to_chunks(value, chunks) for value in (x_BTHP, dt_BTH, B_BTGN, C_BTGN))
+    y, final = _ChunkedScan.apply(chunks, initial_state_BHPN, *padded, A_H, D_H)
     return y[:, : x_BTHP.shape[1]], final
+
+
+def best_chunk(chunk_size: int, state_size: int, tokens: int, device: torch.device) -> int:
+    """The chunk to cut rows into: the configured one, at most a row. On a CPU, where products are no
+    cheaper than their operands, about the state size (measured: 32 and 64 serve 32 and 128)."""
+    if device.type == "cpu":
+        chunk_size = min(chunk_size, max(32, min(64, state_size)))
+    return min(chunk_size, tokens)
 
 
 def _pad_to_chunks(value_BT: Tensor, chunks: Chunks) -> Tensor:
@@ -59,16 +66,41 @@ def _pad_to_chunks(value_BT: Tensor, chunks: Chunks) -> Tensor:
     return F.pad(value_BT, (0, 0) * (value_BT.dim() - 2) + (0, chunks.padding))
 
 
-@dataclass
-class _Pieces:
-    """What forward and backward both compute, of a few rows (see the module's docstring)."""
+class _Inputs(NamedTuple):
+    """The scan's inputs; also, in the same places, their gradients."""
+
+    x_BTHP: Tensor
+    dt_BTH: Tensor
+    B_BTGN: Tensor
+    C_BTGN: Tensor
+    A_H: Tensor
+    D_H: Tensor
+
+    def rows(self, rows: slice) -> _Inputs:
+        x, dt, B, C = (value[rows] for value in self[:4])
+        return _Inputs(x, dt, B, C, self.A_H, self.D_H)
+
+
+class _Kept(NamedTuple):
+    """What the forward pass computes and the backward pass reads again."""
+
+    y_BTHP: Tensor
+    states_BHCPN: Tensor
+    """The states at all boundaries, C + 1 of them: the row's start, then each chunk's end."""
+    decay_BCHQQ: Tensor
+    """exp(l_t - l_s), 0 where s > t or the documents differ."""
+
+    def rows(self, rows: slice) -> _Kept:
+        return _Kept(*(value[rows] for value in self))
+
+
+class _Pieces(NamedTuple):
+    """What both passes compute; see the module's docstring."""
 
     u_BCHQP: Tensor
     """dt x."""
     B_BCGQN: Tensor
     C_BCGQN: Tensor
-    decay_BCHQQ: Tensor
-    """exp(l_t - l_s), 0 where s > t or the documents differ."""
     mixing_BCHQQ: Tensor
     """decay (C_t . B_s)."""
     into_BCQH: Tensor
@@ -79,46 +111,35 @@ class _Pieces:
     """Decay from boundary to boundary, [B, H, C+1, C+1]."""
 
 
-def _pieces(
-    x_BTHP: Tensor,
-    dt_BTH: Tensor,
-    B_BTGN: Tensor,
-    C_BTGN: Tensor,
-    A_H: Tensor,
-    chunks: Chunks,
-    decay: Tensor,
-    decay_is_known: bool = False,
-) -> _Pieces:
-    """``decay`` is a buffer [B, C, H, Q, Q]: filled here, unless it is known."""
-    groups, Q = B_BTGN.shape[2], chunks.size
-    x_BCHQP = x_BTHP.unflatten(1, (-1, Q)).transpose(2, 3)
-    dt_BCQH = dt_BTH.unflatten(1, (-1, Q))
-    u_BCHQP = torch.empty(x_BCHQP.shape, dtype=x_BTHP.dtype, device=x_BTHP.device)
+def _pieces(inputs: _Inputs, decay_BCHQQ: Tensor, decay_is_known: bool, chunks: Chunks) -> _Pieces:
+    """``decay`` is filled here, unless it is known."""
+    groups, Q = inputs.B_BTGN.shape[2], chunks.size
+    x_BCHQP = inputs.x_BTHP.unflatten(1, (-1, Q)).transpose(2, 3)
+    dt_BCQH = inputs.dt_BTH.unflatten(1, (-1, Q))
+    u_BCHQP = torch.empty(x_BCHQP.shape, dtype=x_BCHQP.dtype, device=x_BCHQP.device)
     torch.mul(x_BCHQP, dt_BCQH.transpose(2, 3)[..., None], out=u_BCHQP)
     B_BCGQN, C_BCGQN = (
-        value.unflatten(1, (-1, Q)).transpose(2, 3).contiguous() for value in (B_BTGN, C_BTGN)
+        value.unflatten(1, (-1, Q)).transpose(2, 3).contiguous()
+        for value in (inputs.B_BTGN, inputs.C_BTGN)
     )
-    log_BCQH = chunks.same @ (dt_BCQH * A_H)
+    log_BCQH = chunks.same @ (dt_BCQH * inputs.A_H)
     log_BCHQ = log_BCQH.transpose(2, 3).contiguous()
     if not decay_is_known:
-        torch.sub(log_BCHQ[..., :, None], log_BCHQ[..., None, :], out=decay)
-        decay.add_(chunks.same_log[:, :, None]).exp_()
+        torch.sub(log_BCHQ[..., :, None], log_BCHQ[..., None, :], out=decay_BCHQQ)
+        decay_BCHQQ.add_(chunks.same_log[:, :, None]).exp_()
     scores_BCGQQ = C_BCGQN @ B_BCGQN.transpose(-1, -2)
-    mixing = decay.unflatten(2, (groups, -1)) * scores_BCGQQ[:, :, :, None]
-    into_BCQH = log_BCQH.exp() * chunks.enters[..., None]
+    mixing = decay_BCHQQ.unflatten(2, (groups, -1)) * scores_BCGQQ[:, :, :, None]
     total_BCH = F.pad(log_BCHQ[..., -1], (0, 0, 1, 0))
     boundary_BHC = (chunks.between @ total_BCH).transpose(1, 2)
-    passing = boundary_BHC[..., :, None] - boundary_BHC[..., None, :]
-    passing = passing.add_(chunks.between_log[:, None]).exp_()
+    passing_BHCC = boundary_BHC[..., :, None] - boundary_BHC[..., None, :]
     return _Pieces(
         u_BCHQP=u_BCHQP,
         B_BCGQN=B_BCGQN,
         C_BCGQN=C_BCGQN,
-        decay_BCHQQ=decay,
         mixing_BCHQQ=mixing.flatten(2, 3),
-        into_BCQH=into_BCQH,
-        out_of_BCQH=decay[..., -1, :].transpose(2, 3),
-        passing_BHCC=passing,
+        into_BCQH=log_BCQH.exp() * chunks.enters[..., None],
+        out_of_BCQH=decay_BCHQQ[..., -1, :].transpose(2, 3),
+        passing_BHCC=passing_BHCC.add_(chunks.between_log[:, None]).exp_(),
     )
 
 
@@ -138,168 +159,137 @@ def _heads(value_BCGQJ: Tensor, heads: int) -> Tensor:
     return value_BCGQJ.unflatten(-1, (heads // groups, -1)).transpose(2, 3).flatten(3, 4)
 
 
-def _forward_rows(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    A: Tensor,
-    D: Tensor,
-    initial: Tensor,
-    chunks: Chunks,
-    y: Tensor,
-    states: Tensor,
-    decay: Tensor,
-) -> None:
-    """Fill y [B, T, H, P], the states at all boundaries [B, H, C+1, P, N], and the decays."""
-    heads, groups, Q = x.shape[2], B.shape[2], chunks.size
-    p = _pieces(x, dt, B, C, A, chunks, decay)
+def _entering(states_BHCPN: Tensor, groups: int) -> Tensor:
+    """The state at each chunk's start, a group's heads side by side: [B, C, G, J, N]."""
+    entering_BCHPN = states_BHCPN[:, :, :-1].transpose(1, 2)
+    return entering_BCHPN.unflatten(2, (groups, -1)).flatten(3, 4)
+
+
+def _forward_rows(inputs: _Inputs, initial_BHPN: Tensor, kept: _Kept, chunks: Chunks) -> None:
+    """Fill ``kept``."""
+    heads, groups = inputs.x_BTHP.shape[2], inputs.B_BTGN.shape[2]
+    p = _pieces(inputs, kept.decay_BCHQQ, False, chunks)
+
     leaving_BCGQJ = _by_group(p.u_BCHQP, p.out_of_BCQH, groups)
-    added_BCHPN = (leaving_BCGQJ.transpose(-1, -2) @ p.B_BCGQN).view(
-        *p.u_BCHQP.shape[:3], *states.shape[-2:]
-    )
-    added_BHCPN = torch.cat([initial[:, None], added_BCHPN], dim=1).transpose(1, 2)
-    states.copy_((p.passing_BHCC @ added_BHCPN.flatten(3)).view(states.shape))
-    entering_BCGJN = (
-        states[:, :, :-1].transpose(1, 2).reshape(*p.B_BCGQN.shape[:3], -1, states.shape[-1])
-    )
-    carried_BCGQJ = p.C_BCGQN @ entering_BCGJN.transpose(-1, -2)
-    y_BCQHP = y.unflatten(1, (-1, Q))
+    added_BCGJN = leaving_BCGQJ.transpose(-1, -2) @ p.B_BCGQN
+    added_BCHPN = added_BCGJN.unflatten(3, (heads // groups, -1)).flatten(2, 3)
+    added_BHCPN = torch.cat([initial_BHPN[:, None], added_BCHPN], dim=1).transpose(1, 2)
+    states_BHCK = p.passing_BHCC @ added_BHCPN.flatten(3)
+    kept.states_BHCPN.copy_(states_BHCK.view(kept.states_BHCPN.shape))
+
+    carried_BCGQJ = p.C_BCGQN @ _entering(kept.states_BHCPN, groups).transpose(-1, -2)
     local_BCQHP = (p.mixing_BCHQQ @ p.u_BCHQP).transpose(2, 3)
+    y_BCQHP = kept.y_BTHP.unflatten(1, (-1, chunks.size))
     torch.addcmul(local_BCQHP, _heads(carried_BCGQJ, heads), p.into_BCQH[..., None], out=y_BCQHP)
-    y.addcmul_(x, D[:, None])
+    kept.y_BTHP.addcmul_(inputs.x_BTHP, inputs.D_H[:, None])
 
 
 class _ChunkedScan(torch.autograd.Function):
-    """Keeps its inputs, outputs, decays and boundary states; computes the rest again."""
+    """Keeps its inputs and ``_Kept``; computes ``_Pieces`` again in the backward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        dt: Tensor,
-        B: Tensor,
-        C: Tensor,
-        A: Tensor,
-        D: Tensor,
-        initial: Tensor,
-        chunks: Chunks,
+        ctx: Any, chunks: Chunks, initial_BHPN: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        batch, _, heads, head_dim = x.shape
-        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        num_chunks = chunks.enters.shape[1]
-        states = x.new_empty(batch, heads, num_chunks + 1, head_dim, B.shape[-1])
-        decay = x.new_empty(batch, num_chunks, heads, chunks.size, chunks.size)
-        for rows in blocks(batch, x[0].numel(), x.device):
-            _forward_rows(
-                *(value[rows] for value in (x, dt, B, C)),
-                A,
-                D,
-                initial[rows],
-                chunks.rows(rows),
-                y[rows],
-                states[rows],
-                decay[rows],
-            )
-        ctx.save_for_backward(x, dt, B, C, A, D, y, states, decay)
+        inputs = _Inputs(*tensors)
+        x, Q = inputs.x_BTHP, chunks.size
+        batch, tokens, heads, _ = x.shape
+        num_chunks = tokens // Q
+        kept = _Kept(
+            torch.empty(x.shape, dtype=x.dtype, device=x.device),
+            x.new_empty(batch, heads, num_chunks + 1, *initial_BHPN.shape[2:]),
+            x.new_empty(batch, num_chunks, heads, Q, Q),
+        )
+        for rows in blocks(x):
+            _forward_rows(inputs.rows(rows), initial_BHPN[rows], kept.rows(rows), chunks.rows(rows))
+        ctx.save_for_backward(*inputs, *kept)
         ctx.chunks = chunks
-        return y, states[:, :, -1].clone()
+        return kept.y_BTHP, kept.states_BHCPN[:, :, -1].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-        x, dt, B, C, A, D, y, states, decay = ctx.saved_tensors
-        grads = [
-            torch.empty(value.shape, dtype=x.dtype, device=x.device) for value in (x, dt, B, C)
-        ]
-        grad_A, grad_D = torch.zeros_like(A), torch.zeros_like(D)
+        saved = ctx.saved_tensors
+        inputs, kept = _Inputs(*saved[:6]), _Kept(*saved[6:])
+        x = inputs.x_BTHP
+        # Contiguous even where an input is a strided view; A's and D's are summed over rows.
+        grads = _Inputs(*(value.new_zeros(value.shape) for value in inputs))
         grad_initial = torch.empty_like(grad_final)
-        for rows in blocks(x.shape[0], x[0].numel(), x.device):
-            _backward_rows(
-                *(value[rows] for value in (x, dt, B, C)),
-                A,
-                D,
+        for rows in blocks(x):
+            grad_initial[rows] = _backward_rows(
+                inputs.rows(rows),
+                kept.rows(rows),
                 ctx.chunks.rows(rows),
-                y[rows],
-                states[rows],
-                decay[rows],
                 grad_y[rows],
                 grad_final[rows],
-                [grad[rows] for grad in grads],
-                grad_A,
-                grad_D,
-                grad_initial[rows],
+                grads.rows(rows),
             )
-        return *grads, grad_A, grad_D, grad_initial, None
+        return None, grad_initial, *grads
 
 
 def _backward_rows(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    A: Tensor,
-    D: Tensor,
+    inputs: _Inputs,
+    kept: _Kept,
     chunks: Chunks,
-    y: Tensor,
-    states: Tensor,
-    decay: Tensor,
-    grad_y: Tensor,
-    grad_final: Tensor,
-    grads: list[Tensor],
-    grad_A: Tensor,
-    grad_D: Tensor,
-    grad_initial: Tensor,
-) -> None:
-    """Fill the gradients of x, dt, B, C and the initial state; add to those of A and D."""
-    heads, groups, Q = x.shape[2], B.shape[2], chunks.size
-    grad_x, grad_dt, grad_B, grad_C = grads
-    p = _pieces(x, dt, B, C, A, chunks, decay, decay_is_known=True)
-    grad_y_BCHQP = grad_y.unflatten(1, (-1, Q)).transpose(2, 3).contiguous()
+    grad_y_BTHP: Tensor,
+    grad_final_BHPN: Tensor,
+    grads: _Inputs,
+) -> Tensor:
+    """Fill the gradients of x, dt, B and C, add to those of A and D; returns the initial state's."""
+    heads, groups, Q = inputs.x_BTHP.shape[2], inputs.B_BTGN.shape[2], chunks.size
+    p = _pieces(inputs, kept.decay_BCHQQ, True, chunks)
+    grad_y_BCHQP = grad_y_BTHP.unflatten(1, (-1, Q)).transpose(2, 3).contiguous()
 
     # y = mixing u: the scores' gradient, summed over a group's heads, and part of u's.
-    grad_scores = (grad_y_BCHQP @ p.u_BCHQP.transpose(-1, -2)).mul_(p.decay_BCHQQ)
-    grad_scores_BCGQQ = grad_scores.unflatten(2, (groups, -1)).sum(dim=3)
-    grad_u_BCHQP = p.mixing_BCHQQ.transpose(-1, -2) @ grad_y_BCHQP
+    grad_mixing = grad_y_BCHQP @ p.u_BCHQP.transpose(-1, -2)
+    grad_scores = grad_mixing.mul_(kept.decay_BCHQQ).unflatten(2, (groups, -1)).sum(dim=3)
+    grad_u_BCQHP = (p.mixing_BCHQQ.transpose(-1, -2) @ grad_y_BCHQP).transpose(2, 3)
 
-    # y += into C . entering, then the states, from the last boundary back.
-    entering_BCGJN = (
-        states[:, :, :-1].transpose(1, 2).reshape(*p.B_BCGQN.shape[:3], -1, B.shape[-1])
-    )
+    # y += into C . entering, then the states' passing, from the last boundary back.
     grad_carried_BCGQJ = _by_group(grad_y_BCHQP, p.into_BCQH, groups)
-    grad_C_BCGQN = grad_scores_BCGQQ @ p.B_BCGQN + grad_carried_BCGQJ @ entering_BCGJN
-    grad_entering = (grad_carried_BCGQJ.transpose(-1, -2) @ p.C_BCGQN).view(
-        *p.u_BCHQP.shape[:3], *states.shape[-2:]
-    )
-    grad_states_BHCPN = torch.cat([grad_entering, grad_final[:, None]], dim=1).transpose(1, 2)
-    grad_added_BHCK = p.passing_BHCC.transpose(-1, -2) @ grad_states_BHCPN.flatten(3)
-    grad_initial.copy_(grad_added_BHCK[:, :, 0].view(grad_initial.shape))
-    grad_added_BCGJN = grad_added_BHCK[:, :, 1:].transpose(1, 2).reshape(entering_BCGJN.shape)
+    grad_C = grad_scores @ p.B_BCGQN + grad_carried_BCGQJ @ _entering(kept.states_BHCPN, groups)
+    grad_entering = grad_carried_BCGQJ.transpose(-1, -2) @ p.C_BCGQN
+    grad_entering = grad_entering.unflatten(3, (heads // groups, -1)).flatten(2, 3)
+    grad_states = torch.cat([grad_entering, grad_final_BHPN[:, None]], dim=1).transpose(1, 2)
+    grad_added = p.passing_BHCC.transpose(-1, -2) @ grad_states.flatten(3)
+    grad_added_BHCPN = grad_added.view(grad_states.shape)
 
     # What each chunk adds to the state: u's other part, and B's.
+    grad_added_BCHPN = grad_added_BHCPN[:, :, 1:].transpose(1, 2)
+    grad_added_BCGJN = grad_added_BCHPN.unflatten(2, (groups, -1)).flatten(3, 4)
     grad_leaving_BCGQJ = p.B_BCGQN @ grad_added_BCGJN.transpose(-1, -2)
-    grad_u_BCQHP = grad_u_BCHQP.transpose(2, 3)
     grad_u_BCQHP.addcmul_(_heads(grad_leaving_BCGQJ, heads), p.out_of_BCQH[..., None])
     leaving_BCGQJ = _by_group(p.u_BCHQP, p.out_of_BCQH, groups)
-    grad_B_BCGQN = (
-        grad_scores_BCGQQ.transpose(-1, -2) @ p.C_BCGQN + leaving_BCGQJ @ grad_added_BCGJN
-    )
-    grad_B.unflatten(1, (-1, Q)).copy_(grad_B_BCGQN.transpose(2, 3))
-    grad_C.unflatten(1, (-1, Q)).copy_(grad_C_BCGQN.transpose(2, 3))
+    grad_B = grad_scores.transpose(-1, -2) @ p.C_BCGQN + leaving_BCGQJ @ grad_added_BCGJN
+    grads.B_BTGN.unflatten(1, (-1, Q)).copy_(grad_B.transpose(2, 3))
+    grads.C_BTGN.unflatten(1, (-1, Q)).copy_(grad_C.transpose(2, 3))
 
-    x_BCQHP, grad_y_BCQHP = x.unflatten(1, (-1, Q)), grad_y.unflatten(1, (-1, Q))
-    skip_BTH = (grad_y * x).sum(dim=-1)
-    grad_D += skip_BTH.sum(dim=(0, 1))
+    ending_BH = (grad_final_BHPN * kept.states_BHCPN[:, :, -1]).sum(dim=(-1, -2))
+    _backward_elementwise(inputs, kept.y_BTHP, chunks, grad_y_BTHP, grad_u_BCQHP, ending_BH, grads)
+    return grad_added_BHCPN[:, :, 0]
+
+
+def _backward_elementwise(
+    inputs: _Inputs,
+    y_BTHP: Tensor,
+    chunks: Chunks,
+    grad_y_BTHP: Tensor,
+    grad_u_BCQHP: Tensor,
+    ending_BH: Tensor,
+    grads: _Inputs,
+) -> None:
+    """From the gradients of y and of u = dt x to those of x, dt, A and D."""
+    x_BTHP, dt_BTH = inputs.x_BTHP, inputs.dt_BTH
+    x_BCQHP, dt_BCQH = (value.unflatten(1, (-1, chunks.size)) for value in (x_BTHP, dt_BTH))
+    skip_BTH = (grad_y_BTHP * x_BTHP).sum(dim=-1)
+    grads.D_H.add_(skip_BTH.sum(dim=(0, 1)))
     use_BTH = (grad_u_BCQHP * x_BCQHP).sum(dim=-1).flatten(1, 2)
-    grad_log_BTH = (grad_y * y).sum(dim=-1) - skip_BTH * D - use_BTH * dt
-    ending_BH = (grad_final * states[:, :, -1]).sum(dim=(-1, -2))
+    grad_log_BTH = (grad_y_BTHP * y_BTHP).sum(dim=-1) - skip_BTH * inputs.D_H - use_BTH * dt_BTH
     grad_step_BTH = _reversed_running_sum(grad_log_BTH, ending_BH, chunks)
-    grad_A += (grad_step_BTH * dt).sum(dim=(0, 1))
-    torch.addcmul(use_BTH, grad_step_BTH, A, out=grad_dt)
-    dt_BCQH = dt.unflatten(1, (-1, Q))
-    grad_x_BCQHP = grad_x.unflatten(1, (-1, Q))
-    torch.mul(grad_u_BCQHP, dt_BCQH[..., None], out=grad_x_BCQHP)
-    grad_x_BCQHP.addcmul_(grad_y_BCQHP, D[:, None])
+    grads.A_H.add_((grad_step_BTH * dt_BTH).sum(dim=(0, 1)))
+    torch.addcmul(use_BTH, grad_step_BTH, inputs.A_H, out=grads.dt_BTH)
+    torch.mul(grad_u_BCQHP, dt_BCQH[..., None], out=grads.x_BTHP.unflatten(1, (-1, chunks.size)))
+    grads.x_BTHP.addcmul_(grad_y_BTHP, inputs.D_H[:, None])
 
 
 def _reversed_running_sum(value_BTH: Tensor, ending_BH: Tensor, chunks: Chunks) -> Tensor:
