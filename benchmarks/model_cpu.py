@@ -5,7 +5,7 @@ forward, summed cross-entropy and backward (no optimizer). Speed: rounds that al
 two in one process, the median round each. Memory: a process each, the peak resident size of three
 steps less the size after the model is built.
 
-    python benchmarks/model_cpu.py [--json] [--rounds 5] [--batch 8] [--tokens 512] [--shape deep|wide]
+    python benchmarks/model_cpu.py [--json] [--shape deep|wide] [--rounds 5] [--batch 8] [--tokens 512]
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def build_step(name: str, config: ModelConfig, batch: int, tokens: int) -> Calla
     """A function that runs one training step and returns the mean loss."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, config.vocab_size, (batch, tokens), generator=generator)
-    ours = HybridModel(config)
     if name == "ours":
+        ours = HybridModel(config)
         labels = ids.roll(-1, 1)
         labels[:, -1] = -100
         seq_idx = torch.zeros_like(ids, dtype=torch.int32)
@@ -87,8 +87,7 @@ def build_step(name: str, config: ModelConfig, batch: int, tokens: int) -> Calla
     theirs = transformers.NemotronHForCausalLM(
         transformers.NemotronHConfig(**config_to_nemotron_h(config), use_cache=False)
     )
-    theirs.load_state_dict(to_nemotron_h(ours.state_dict(), config))
-    del ours
+    theirs.load_state_dict(to_nemotron_h(HybridModel(config).state_dict(), config))
 
     def step_theirs() -> float:
         theirs.zero_grad()

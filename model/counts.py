@@ -1,6 +1,6 @@
 """Parameters and floating-point operations, as formulas of the configuration.
 
-Symbols: D hidden, I Mamba's inner width, H its heads, G groups, N state, Q chunk, L tokens in a row.
+All sizes are those of the configuration; 1 multiply-add is 2 operations.
 """
 
 from __future__ import annotations

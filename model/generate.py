@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from model.attention import AttentionCache
 from model.mamba2 import MambaCache
 
 if TYPE_CHECKING:
-    from model.hybrid import HybridModel
+    from model.hybrid import Block, HybridModel
 
 
 @dataclass
@@ -62,7 +62,7 @@ def step(model: HybridModel, tokens_B: Tensor, state: GenerationState) -> Tensor
     """Feed one token a row: the next token's logits [B, V]; updates ``state``."""
     x_BD = model.embedding(tokens_B).to(model.compute_dtype)
     for block, cache in zip(model.blocks, state.caches, strict=True):
-        x_BD = block.step(x_BD, cache, state.visible_BS)
+        x_BD = cast("Block", block).step(x_BD, cache, state.visible_BS)
     return model.head(model.norm(x_BD)).float()
 
 

@@ -1,5 +1,5 @@
-"""One-to-one maps to and from transformers' ``NemotronHForCausalLM`` (transformers 5): configuration and
-state dict.
+"""Maps to and from transformers' ``NemotronHForCausalLM`` (transformers 5), one to one:
+configuration and state dict.
 
 Ours keeps apart what a precision policy quantizes apart, theirs does not, so two pairs are cut and
 joined along rows: ``in_proj = [in_zxbc; in_dt]``, ``[q_proj; k_proj; v_proj] = qkv``. All else is a
@@ -118,12 +118,8 @@ def _first(values: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def _pattern(values: Mapping[str, Any]) -> str:
-    pattern = values.get("hybrid_override_pattern")
-    types = values.get("layers_block_type") or values.get("layer_types")
-    if pattern is None and types is None:
-        raise ValueError(
-            "the configuration lacks 'layers_block_type' and 'hybrid_override_pattern'"
-        )
+    pattern: str | None = values.get("hybrid_override_pattern")
+    types: list[str] | None = values.get("layers_block_type") or values.get("layer_types")
     if types is not None:
         unknown = sorted(set(types) - set(PATTERN_CHARS))
         if unknown:
@@ -178,7 +174,10 @@ def _renames(config: ModelConfig) -> dict[str, str]:
 
 
 def to_nemotron_h(state_dict: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Our state dict under their names and shapes. Raises ValueError on missing or unknown names."""
+    """Our state dict under their names and shapes.
+
+    Raises ValueError on missing or unknown names.
+    """
     rest = dict(state_dict)
     if config.tie_embeddings and "embedding.weight" in rest:
         rest.setdefault("head.weight", rest["embedding.weight"])
@@ -201,7 +200,7 @@ def to_nemotron_h(state_dict: Mapping[str, Tensor], config: ModelConfig) -> dict
 
 
 def from_nemotron_h(state_dict: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Their state dict under our names and shapes; the public files' ``backbone.`` prefix is read too.
+    """Their state dict under our names and shapes; public files' ``backbone.`` prefix is read too.
 
     Raises ValueError on missing or unknown names.
     """

@@ -21,18 +21,22 @@ RESIDUAL_WRITERS = ("mamba.out.weight", "attention.o.weight", "ffn.down.weight")
 def init_weights(model: HybridModel, seed: int) -> None:
     """Set every parameter of ``model`` in place.
 
-    | parameter | initial value |
-    |---|---|
-    | embedding, head, linears | normal(0, init_std) |
-    | linears that write to the residual (mamba.out, attention.o, ffn.down) | normal(0, init_std / sqrt(num_blocks)) |
-    | norms' weights, D | 1 |
-    | conv.weight | uniform(+-1 / sqrt(taps)) |
-    | conv.bias | 0 |
-    | A_log | log of uniform(a_init_min, a_init_max) |
-    | dt_bias | softplus^-1 of log-uniform(dt_init_min, dt_init_max), at least dt_init_floor |
+    ======================================  ==================================================
+    parameter                               initial value
+    ======================================  ==================================================
+    embedding, head, linears                normal(0, init_std)
+    mamba.out, attention.o, ffn.down        normal(0, init_std / sqrt(num_blocks)): these write
+                                            to the residual stream
+    norms' weights, D                       1
+    conv.weight                             uniform(-1, 1) / sqrt(taps)
+    conv.bias                               0
+    A_log                                   log of uniform(a_init_min, a_init_max)
+    dt_bias                                 softplus^-1 of log-uniform(dt_init_min,
+                                            dt_init_max), at least dt_init_floor
+    ======================================  ==================================================
 
     One residual write a block, hence ``num_blocks`` (Megatron's rule for hybrids). Each parameter
-    draws from a generator seeded by (seed, its name) on the CPU: the same seed gives the same values
+    draws from a generator seeded by (seed, its name) on the CPU: a seed gives the same values
     whatever the device, the order, or the sharding; of a DTensor each rank keeps its own part.
     """
     for name, parameter in model.named_parameters():
@@ -81,6 +85,6 @@ def _assign(parameter: nn.Parameter, value: Tensor) -> None:
 def never_decays(name: str) -> bool:
     """Whether weight decay skips the parameter: norms, A_log, D, dt_bias and biases.
 
-    Everything else decays: linears, convolution weights and, as in Megatron, the embedding and head.
+    Everything else decays: linears, convolution weights and, as in Megatron, embedding and head.
     """
     return name.endswith(("norm.weight", "A_log", ".D", "dt_bias", "bias"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -92,9 +92,7 @@ class Mamba2(nn.Module):
             return y.float(), state
         x, b, c = x.to(dt.dtype), b.to(dt.dtype), c.to(dt.dtype)
         config = self.config
-        chunk = best_chunk(
-            config.mamba_chunk_size, config.mamba_state_size, x.shape[1], x.device
-        )
+        chunk = best_chunk(config.mamba_chunk_size, config.mamba_state_size, x.shape[1], x.device)
         return chunked_scan(x, dt, A, b, c, D, packing.chunks(chunk))
 
     def step(self, x_BD: Tensor, cache: MambaCache) -> Tensor:

@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+
 def document_index(tokens_BT: Tensor, eos_id: int) -> Tensor:
     """The number of each token's document within its row, int32 [B, T], from 0.
 

@@ -1,6 +1,9 @@
 """Mamba-2's scan as matrix products over chunks (state-space duality, arXiv 2405.21060).
 
-Per head, with state S [P, N]:  S_t = exp(dt_t A) S_(t-1) + dt_t x_t B_t^T,  y_t = S_t C_t + D x_t.
+Per head, with state S [P, N]:
+
+    S_t = exp(dt_t A) S_(t-1) + dt_t x_t B_t^T,    y_t = S_t C_t + D x_t.
+
 Within a chunk of Q tokens the outputs are a decayed, causal attention: with l the running sum of
 dt A,
 
@@ -21,7 +24,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -52,8 +55,8 @@ def chunked_scan(
 
 
 def best_chunk(chunk_size: int, state_size: int, tokens: int, device: torch.device) -> int:
-    """The chunk to cut rows into: the configured one, at most a row. On a CPU, where products are no
-    cheaper than their operands, about the state size (measured: 32 and 64 serve 32 and 128)."""
+    """The chunk to cut rows into: the configured one, at most a row. On a CPU, where products are
+    no cheaper than their operands, about the state size (measured: 32 and 64 serve 32 and 128)."""
     if device.type == "cpu":
         chunk_size = min(chunk_size, max(32, min(64, state_size)))
     return min(chunk_size, tokens)
@@ -212,8 +215,11 @@ class _ChunkedScan(torch.autograd.Function):
         saved = ctx.saved_tensors
         inputs, kept = _Inputs(*saved[:6]), _Kept(*saved[6:])
         x = inputs.x_BTHP
-        # Contiguous even where an input is a strided view; A's and D's are summed over rows.
-        grads = _Inputs(*(value.new_zeros(value.shape) for value in inputs))
+        # A's and D's gradients are summed over the rows, the others filled row by row.
+        grads = _Inputs._make(
+            value.new_zeros(value.shape) if value.dim() == 1 else value.new_empty(value.shape)
+            for value in inputs
+        )
         grad_initial = torch.empty_like(grad_final)
         for rows in blocks(x):
             grad_initial[rows] = _backward_rows(
@@ -235,7 +241,7 @@ def _backward_rows(
     grad_final_BHPN: Tensor,
     grads: _Inputs,
 ) -> Tensor:
-    """Fill the gradients of x, dt, B and C, add to those of A and D; returns the initial state's."""
+    """Fill the gradients of x, dt, B, C; add to those of A and D; returns the initial state's."""
     heads, groups, Q = inputs.x_BTHP.shape[2], inputs.B_BTGN.shape[2], chunks.size
     p = _pieces(inputs, kept.decay_BCHQQ, True, chunks)
     grad_y_BCHQP = grad_y_BTHP.unflatten(1, (-1, Q)).transpose(2, 3).contiguous()

@@ -162,3 +162,16 @@ def test_status_tells_a_run_at_a_glance(finished: Run) -> None:
     result = pipeline(finished.root, "status", "run=latest")
     for expected in ("finished", "step        24 of 24", "checkpoint", "skipped     0"):
         assert expected in result.stdout
+
+
+def test_two_ray_workers_train_the_same_data_to_the_same_loss(finished: Run) -> None:
+    root = finished.root
+    result = pipeline(root, "run", *SHORT, "cluster=cpu2", "stages=[prepare,train]")
+    assert result.returncode == 0, result.stdout + result.stderr
+    folder = run_folder(root)
+    alone, together = losses(finished.folder), losses(folder)
+    assert [step for step, _ in together] == [step for step, _ in alone]
+    # The same micro-batches with the same bits; only the order of sums differs.
+    assert together[0][1] == pytest.approx(alone[0][1], rel=1e-5)
+    assert together[-1][1] == pytest.approx(alone[-1][1], rel=2e-2)
+    shutil.rmtree(folder)

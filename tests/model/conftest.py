@@ -31,7 +31,7 @@ def build_config(**changes: Any) -> ModelConfig:
 
 @pytest.fixture
 def small_config() -> Callable[..., ModelConfig]:
-    """A hybrid of all three blocks, an odd vocabulary, 2 groups; a test changes what it is about."""
+    """All three blocks, an odd vocabulary, 2 groups; a test changes what it is about."""
     return build_config
 
 
