@@ -8,6 +8,9 @@ overridden there.
 from __future__ import annotations
 
 import json
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -206,8 +209,17 @@ def _print_end(config: Config, found: RunFolder, uri: str) -> None:
     for name, path in places.items():
         if path.exists():
             print(f"{name:<8} {path}")
+    python = _interpreter()
     print("\nnext:")
     if not config.tracking.offline:
-        print(f"  mlflow ui --backend-store-uri {uri}")
-    print(f"  python -m pipeline eval run={found.id}")
-    print("  python -m pipeline run precision=bf16")
+        print(f"  {python} -m mlflow ui --backend-store-uri {uri}")
+    print(f"  {python} -m pipeline eval run={found.id}")
+    print(f"  {python} -m pipeline run precision=bf16")
+
+
+def _interpreter() -> str:
+    """What to type for this Python: its name where that finds it, else its path."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    here = Path(sys.executable)
+    return str(here.relative_to(Path.cwd())) if here.is_relative_to(Path.cwd()) else str(here)

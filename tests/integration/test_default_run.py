@@ -85,8 +85,8 @@ def test_the_report_is_one_file_that_needs_no_other(finished: Run) -> None:
 def test_the_last_lines_say_where_things_are_and_what_to_type_next(finished: Run) -> None:
     tail = finished.output[-1500:]
     assert str(finished.folder / "report.html") in tail
-    assert f"mlflow ui --backend-store-uri sqlite:///{finished.root}/mlflow.db" in tail
-    assert f"python -m pipeline eval run={finished.folder.name}" in tail
+    assert f"-m mlflow ui --backend-store-uri sqlite:///{finished.root}/mlflow.db" in tail
+    assert f"-m pipeline eval run={finished.folder.name}" in tail
 
 
 def test_mlflow_holds_the_run_by_step_and_by_tokens(finished: Run) -> None:
