@@ -5,7 +5,7 @@ forward, summed cross-entropy and backward (no optimizer). Speed: rounds that al
 two in one process, the median round each. Memory: a process each, the peak resident size of three
 steps less the size after the model is built.
 
-    python benchmarks/model_cpu.py [--json] [--shape deep|wide] [--rounds 5] [--batch 8] [--tokens 512]
+    python benchmarks/model_cpu.py [--json] [--shape deep|wide] [--threads N] [--rounds 5]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -115,10 +115,18 @@ def measure_speed(config: ModelConfig, arguments: argparse.Namespace) -> dict[st
 def peak_memory(name: str, config: ModelConfig, batch: int, tokens: int) -> float:
     """MiB that three steps add to this process's peak resident size."""
     step = build_step(name, config, batch, tokens)
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    before = memory_status("VmRSS")
     for _ in range(3):
         step()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before / 2**20
+    return memory_status("VmHWM") - before
+
+
+def memory_status(field: str) -> float:
+    """A field of this process's memory status in MiB. (getrusage's peak would not do: a process
+    inherits it from the one that started it.)"""
+    line = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert line is not None
+    return int(line[1]) / 1024
 
 
 def main() -> None:
@@ -128,8 +136,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--shape", choices=SHAPES, default="deep")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--memory-of", choices=NAMES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     config = SHAPES[arguments.shape]
     if arguments.memory_of:
         print(peak_memory(arguments.memory_of, config, arguments.batch, arguments.tokens))

@@ -4,10 +4,10 @@ Per head, with state S [P, N]:
 
     S_t = exp(dt_t A) S_(t-1) + dt_t x_t B_t^T,    y_t = S_t C_t + D x_t.
 
-Within a chunk of Q tokens the outputs are a decayed, causal attention: with l the running sum of
-dt A,
+Within a chunk of Q tokens the outputs are a decayed, causal attention. With l the running sum of
+dt A:
 
-    y_t = sum over s <= t of  (C_t . B_s) exp(l_t - l_s) dt_s x_s  +  exp(l_t) C_t . (entering state).
+    y_t = sum over s <= t of (C_t . B_s) exp(l_t - l_s) dt_s x_s  +  exp(l_t) C_t . entering state.
 
 Across chunks only states travel, combined by one more decay matrix, over chunk boundaries. Running
 sums restart at each document, so that not even a rounding error crosses a boundary.

@@ -11,12 +11,13 @@ Exit codes: 0 done, 2 the user's mistake, 1 a failure, 75 try again (interrupted
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from pipeline.config import ConfigError, nearest
+from pipeline.config import ConfigError, PermanentError, nearest
 from pipeline.help import VERBS, explain_override, main_help, verb_help
 
 USER_MISTAKE, FAILURE, TRY_AGAIN = 2, 1, 75
@@ -38,10 +39,14 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     # Idle OpenMP threads sleep: where they spin, one busy neighbour makes a step 20 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.argv = [f"pipeline {verb}", *overrides]
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         _compose_and_call(verb)
     except ConfigError as error:
         _fail(str(error))
+    except PermanentError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(FAILURE)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(TRY_AGAIN)
@@ -72,6 +77,11 @@ def _compose_and_call(verb: str) -> None:
         raw: Any = OmegaConf.to_container(composed, resolve=True)
         choices = settings.runtime.choices
         raw["experiment"] = choices.get("experiment")
+        for name in ("run", "resume"):  # a beginning of an id may be all digits
+            if type(raw[name]) is int:
+                raw[name] = str(raw[name])
+        if errors:  # of a sweep's earlier job
+            return
         try:
             _verb_function(verb)(raw, list(settings.overrides.task))
         except BaseException as error:  # raised again below, once Hydra has returned
@@ -86,6 +96,10 @@ def _verb_function(verb: str) -> Callable[[dict[str, Any], list[str]], None]:
     from pipeline import verbs
 
     return getattr(verbs, verb)
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def _courtesy(override: str) -> str:

@@ -17,11 +17,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+NOT_DECISIVE = (  # keys of train that change no weight
+    "activation_checkpointing",
+    "checkpoint_every_tokens",
+    "keep_checkpoints",
+    "log_every_steps",
+    "max_skipped_steps",
+    "statistics_every_steps",
+    "validate_every_tokens",
+    "validation_tokens",
+)
 STAGES = ("prepare", "train", "eval", "report")
 
 
 class ConfigError(ValueError):
     """A mistake of the user's: the message names the key, the cause and the way out."""
+
+
+class PermanentError(RuntimeError):
+    """A failure that trying again would repeat: a job runner must not retry it."""
 
 
 def nearest(word: str, known: typing.Iterable[str]) -> str:
@@ -203,7 +217,7 @@ class Config:
             for name, section in self.to_dict().items()
             if name in {"seed", "model", "precision", "data", "train"}
         }
-        for name in ("checkpoint_every_tokens", "keep_checkpoints", "log_every_steps"):
+        for name in NOT_DECISIVE:
             decisive["train"].pop(name)
         decisive["data"].pop("executor")
         return digest(decisive)
@@ -294,9 +308,12 @@ def validate(config: Config) -> None:
         "train.log_every_steps": train.log_every_steps,
         "train.keep_checkpoints": train.keep_checkpoints,
         "data.shard_tokens": config.data.shard_tokens,
+        "evals.num_questions": config.evals.num_questions,
+        "evals.batch_size": config.evals.batch_size,
+        "train.clip_norm": train.clip_norm,
     }
     for name, number in positive.items():
-        if number <= 0:
+        if not 0 < number < float("inf"):
             raise ConfigError(f"{name}: must be above 0, got {number}")
     if train.global_batch % train.micro_batch:
         raise ConfigError(
@@ -304,8 +321,21 @@ def validate(config: Config) -> None:
             f"train.micro_batch={train.micro_batch}; the micro-batch is part of the numerics, so "
             "choose a global batch that it divides"
         )
+    if not 0 <= config.seed < 2**64:
+        raise ConfigError(f"seed: must lie between 0 and 2^64 - 1, got {config.seed}")
+    for name, end in (("first", config.precision.first), ("last", config.precision.last)):
+        if end < 0 or (end > 1 and not end.is_integer()):
+            raise ConfigError(
+                f"precision.{name}: a number of blocks, or a share below 1, not {end}"
+            )
     if not config.data.sources:
         raise ConfigError("data.sources: empty; name at least one source of text")
+    shortest = len(config.data.sources) * train.sequence_length
+    if train.validation_tokens < shortest:
+        raise ConfigError(
+            f"train.validation_tokens={train.validation_tokens}: one row of each source takes "
+            f"{shortest}"
+        )
     for name, source in config.data.sources.items():
         if (source.builtin is None) == (not source.uris):
             raise ConfigError(f"data.sources.{name}: set either builtin=... or uris=[...]")

@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pipeline.config import Config, ConfigError
-from pipeline.data.sources import check_sources
-from pipeline.data.tokenizer import check_tokenizer
+from pipeline.config import Config, ConfigError, nearest
+from pipeline.data.prepare import check as check_data
+from pipeline.data.tokenizer import load_tokenizer, vocab_size_of
 from pipeline.runs import root_folder
 
 MINIMUM_FREE_BYTES = 500_000_000
@@ -19,8 +19,9 @@ def check(config: Config, stages: tuple[str, ...]) -> None:
     """Raise one `ConfigError` that lists all that is wrong or missing for these stages."""
     problems = [
         *_caught(lambda: _check_root(root_folder(config))),
-        *_caught(lambda: check_sources(config.data)),
-        *_caught(lambda: check_tokenizer(config.data.tokenizer)),
+        *_caught(lambda: check_data(config.data)),
+        *_caught(lambda: _check_vocabulary(config)),
+        *_caught(lambda: _check_tasks(config)),
         *_caught(lambda: _check_training(config)),
     ]
     if "train" in stages and not problems:
@@ -62,11 +63,30 @@ def _check_training(config: Config) -> None:
     from pipeline.train.schedule import Schedule
 
     Schedule.of(config.train, tuple(config.data.sources))
-    if config.model.vocab_size < config.data.tokenizer.vocab_size:
+
+
+def _check_vocabulary(config: Config) -> None:
+    tokenizer = config.data.tokenizer
+    path = tokenizer.path
+    size = vocab_size_of(load_tokenizer(path)) if path else tokenizer.vocab_size
+    if config.model.vocab_size < size:
         raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's "
-            f"{config.data.tokenizer.vocab_size}"
+            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {size}"
         )
+
+
+def _check_tasks(config: Config) -> None:
+    """Every task is one of ours, or one that the harness knows."""
+    from evals.harness import own_tasks
+
+    if set(config.evals.tasks) <= set(own_tasks()):
+        return
+    from lm_eval.tasks import TaskManager
+
+    known = TaskManager().all_tasks
+    for name in config.evals.tasks:
+        if name not in known and name not in own_tasks():
+            raise ConfigError(f"evals.tasks: no task {name!r}; {nearest(name, own_tasks())}")
 
 
 def _check_precision(config: Config) -> None:
@@ -79,6 +99,13 @@ def _check_precision(config: Config) -> None:
     try:
         with torch.device("meta"):
             model = build_model(config, torch.device("meta"))
+        need = 12 * sum(p.numel() for p in model.parameters()) * (1 + config.train.keep_checkpoints)
+        free = shutil.disk_usage(root_folder(config)).free
+        if free < need:
+            raise ConfigError(
+                f"root: {free / 1e9:.2f} GB free, {config.train.keep_checkpoints} checkpoints and "
+                f"one being written take {need / 1e9:.2f} GB; free some, or choose another root=..."
+            )
         apply_recipe(
             model, build_recipe(config), num_blocks=len(config.model.pattern), seed=config.seed
         )
@@ -91,9 +118,11 @@ def _check_precision(config: Config) -> None:
 def _hardware_problems(config: Config) -> Iterator[str]:
     """What the cluster section names and this machine cannot reach."""
     cluster = config.cluster
-    if not cluster.gpus_per_worker:
+    workers = max(cluster.workers, 1)
+    if not cluster.gpus_per_worker and not cluster.address:
         return
-    wanted = f"{cluster.workers} workers with {cluster.gpus_per_worker} {cluster.accelerator} GPU"
+    kind = f"with {cluster.gpus_per_worker} {cluster.accelerator or ''} GPU".replace("  ", " ")
+    wanted = f"{workers} workers {kind if cluster.gpus_per_worker else 'on CPUs'}"
     if cluster.address:
         from pipeline.ray_session import reachable
 
@@ -106,7 +135,7 @@ def _hardware_problems(config: Config) -> Iterator[str]:
         return
     import torch
 
-    if torch.cuda.device_count() < cluster.workers * cluster.gpus_per_worker:
+    if torch.cuda.device_count() < workers * cluster.gpus_per_worker:
         yield (
             f"cluster: {wanted} are asked for, this machine has {torch.cuda.device_count()}; "
             "choose cluster=local or name a Ray cluster with cluster.address"

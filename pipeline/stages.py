@@ -15,13 +15,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config
+from pipeline.config import Config, ConfigError
 from pipeline.runs import RunFolder, root_folder
 from pipeline.tracking import Tracker, TrackingError
+from pipeline.train.metrics import MetricsFile, final_records
 
 
-def run_stages(config: Config, run: RunFolder, tracker: Tracker, stages: tuple[str, ...]) -> None:
-    """Run the named stages in order, each timed and announced. What is done is not done again."""
+def run_stages(
+    config: Config, run: RunFolder, tracker: Tracker, stages: tuple[str, ...], *, again: bool
+) -> None:
+    """Run the named stages in order, each timed and announced.
+
+    again: whether a stage that this run has finished is done once more; else it is left alone.
+    """
     functions: dict[str, Callable[[Config, RunFolder, Tracker], dict[str, Any]]] = {
         "prepare": prepare,
         "train": train,
@@ -29,6 +35,9 @@ def run_stages(config: Config, run: RunFolder, tracker: Tracker, stages: tuple[s
         "report": report,
     }
     for name in stages:
+        if (run.stages / f"{name}.json").is_file() and not again:
+            print(f"\n[{name}] done already", flush=True)
+            continue
         print(f"\n[{name}] {DESCRIPTIONS[name]}", flush=True)
         started = time.perf_counter()
         summary = functions[name](config, run, tracker)
@@ -68,6 +77,11 @@ def train(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
 
     folder = dataset_folder(config, run)
     dataset = Dataset.open(folder)
+    if dataset.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's "
+            f"{dataset.vocab_size}"
+        )
     verify(dataset, deep=_size(folder) < VERIFY_BYTES)
     schedule = Schedule.of(config.train, tuple(config.data.sources))
     overview = describe_training(config, dataset, schedule)
@@ -78,8 +92,19 @@ def train(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
     found = checkpoint.latest(run.checkpoints)
     assert found is not None, "training ends with a checkpoint"
     tracker_safely(lambda: tracker.log_checkpoint(found.path, found.step))
+    summary |= curve_summary(run, schedule.tokens_per_step)
     update_results(run, {"train": {**summary, "phases": schedule.describe()}})
     return {"checkpoint": str(found.path), **summary}
+
+
+def curve_summary(run: RunFolder, tokens_per_step: int) -> dict[str, float]:
+    """Last loss and mean speed of the logged steps, of all sittings that a run took."""
+    steps = [r["metrics"] for r in final_records(run.metrics) if r["kind"] == "train"]
+    seconds = sum(tokens_per_step / step["train/tokens_per_second"] for step in steps)
+    return {
+        "final_loss": steps[-1]["train/loss"],
+        "tokens_per_second": len(steps) * tokens_per_step / seconds,
+    }
 
 
 def describe_training(config: Config, dataset: Any, schedule: Any) -> dict[str, Any]:
@@ -120,7 +145,6 @@ def evaluate(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]
     """Evaluate the newest complete checkpoint in BF16, as the paper does."""
     import torch
 
-    from pipeline.config import ConfigError
     from pipeline.data.shards import Dataset
     from pipeline.evaluate import evaluate as evaluate_model
     from pipeline.train import checkpoint
@@ -139,7 +163,7 @@ def evaluate(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]
     for tensors in (found.tensors("model"), None):
         model = build_model(config, device)
         if tensors:
-            model.load_state_dict(tensors)
+            checkpoint.load_model_tensors(model, tensors)
         precision = apply_recipe(model, build_recipe(config), num_blocks=blocks, seed=config.seed)
         precision.mode = "bf16"
         models.append(model.eval())
@@ -158,7 +182,8 @@ def evaluate(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]
     update_results(run, {"eval": evaluation})
     tokens = found.step * config.train.global_batch * config.train.sequence_length
     metrics = {f"eval/{name}": value for name, value in _numbers(result).items()}
-    tracker_safely(lambda: tracker.log_metrics({**metrics, "eval/tokens": tokens}, found.step))
+    MetricsFile(run.metrics).append("eval", found.step, tokens, metrics)
+    tracker_safely(tracker.ship)
     return {"results": str(folder / "results.json"), "step": found.step}
 
 
@@ -186,7 +211,7 @@ def _size(folder: Path) -> int:
 
 
 def update_results(run: RunFolder, entries: dict[str, Any]) -> None:
-    """Merge entries into `results.json`; dictionaries one level deep are merged, not replaced."""
+    """Put entries into `results.json`; the seconds of stages are added to those that stand."""
     results = json.loads(run.results.read_text()) if run.results.is_file() else {}
     for key, value in entries.items():
         mergeable = key == "seconds" and isinstance(results.get(key), dict)

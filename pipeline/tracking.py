@@ -59,6 +59,7 @@ class Tracker:
             client = self._client()
             if self.mlflow_run_id:
                 client.update_run(self.mlflow_run_id, status="RUNNING")
+                self.ship()
                 return
             run = client.create_run(self._experiment(client), run_name=self._run.id)
             self._state["run_id"] = run.info.run_id
@@ -81,7 +82,8 @@ class Tracker:
         batch: list[Any] = []
         state = json.loads(json.dumps(self._state))
         for record, offset in read_records(self._run.metrics, state["offset"]):
-            if record["step"] > state["last_step"].get(record["kind"], -1):
+            replayed = record["step"] <= state["last_step"].get(record["kind"], -1)
+            if record["kind"] == "eval" or not replayed:  # an evaluation may be repeated
                 batch.extend(_as_metrics(record))
                 state["last_step"][record["kind"]] = record["step"]
             state["offset"] = offset
@@ -90,13 +92,6 @@ class Tracker:
                 batch = []
         if state["offset"] != self._state["offset"]:
             self._send(batch, state)
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log single values, such as an evaluation's. Raises `TrackingError`."""
-        if self.offline:
-            return
-        record = {"step": step, "time": 0, "tokens": 0, "metrics": metrics}
-        self._call("log_batch", metrics=[m for m in _as_metrics(record, by_tokens=False)])
 
     def log_checkpoint(self, path: Path, step: int) -> None:
         """Point to a checkpoint as a logged model: no bytes are moved. Raises `TrackingError`."""
@@ -168,7 +163,7 @@ class Tracker:
         partial.rename(self._state_file)
 
 
-def _as_metrics(record: Mapping[str, Any], by_tokens: bool = True) -> list[Any]:
+def _as_metrics(record: Mapping[str, Any]) -> list[Any]:
     """MLflow metrics of one record, with its own time stamp, so that sending twice stores once."""
     from mlflow.entities import Metric
 
@@ -176,7 +171,7 @@ def _as_metrics(record: Mapping[str, Any], by_tokens: bool = True) -> list[Any]:
     metrics = []
     for name, value in record["metrics"].items():
         metrics.append(Metric(name, float(value), milliseconds, record["step"]))
-        if by_tokens and "loss" in name:
+        if "loss" in name or record["kind"] == "eval":
             metrics.append(
                 Metric(f"by_tokens/{name}", float(value), milliseconds, record["tokens"])
             )

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.config import Config, ConfigError, from_dict
+from pipeline.config import Config, ConfigError, PermanentError, from_dict
 from pipeline.runs import RunFolder, find_run, list_runs, locked, new_run_id, root_folder
 
 OVERRIDABLE = ("evals", "tracking", "root", "run")
@@ -44,13 +44,13 @@ def prepare(raw: dict[str, Any], overrides: list[str]) -> None:
 def eval(raw: dict[str, Any], overrides: list[str]) -> None:
     """The eval stage on an existing run, and its report anew."""
     config, found = _existing(raw, overrides)
-    _work(config, found, ("eval", "report"))
+    _work(config, found, ("eval", "report"), again=True)
 
 
 def report(raw: dict[str, Any], overrides: list[str]) -> None:
     """The report of an existing run."""
     config, found = _existing(raw, overrides)
-    _work(config, found, ("report",))
+    _work(config, found, ("report",), again=True)
 
 
 def track(raw: dict[str, Any], overrides: list[str]) -> None:
@@ -61,8 +61,11 @@ def track(raw: dict[str, Any], overrides: list[str]) -> None:
     tracker = Tracker(config, root_folder(config), found)
     if tracker.offline:
         raise ConfigError("tracking.offline=true: nothing to send; add tracking.offline=false")
-    tracker.start()
-    tracker.finish(_mlflow_status(found))
+    with locked(found):
+        tracker.start()
+        results = [path for path in (found.results, found.report, found.figures) if path.exists()]
+        tracker.log_files(*results)
+        tracker.finish(_mlflow_status(found))
     print(f"sent to {tracker.uri}, run {tracker.mlflow_run_id}")
 
 
@@ -82,11 +85,22 @@ def _run(config: Config, stages: tuple[str, ...]) -> None:
     if found is None:
         label = config.experiment or config.precision.recipe
         found = RunFolder(root_folder(config) / new_run_id(label))
-    _work(config, found, stages)
+    _work(config, found, stages, again=False)
 
 
 def _resumed(config: Config) -> RunFolder:
     """The run that `resume` names; it must have this configuration. Raises `ConfigError`."""
+    found = _named(config)
+    if found.failure.is_file():
+        error = json.loads(found.failure.read_text())["error"]
+        raise ConfigError(
+            f"run {found.id} failed for good and is not tried again: {error}. Start a fresh run; "
+            f"or remove {found.failure} to try all the same"
+        )
+    return found
+
+
+def _named(config: Config) -> RunFolder:
     root = root_folder(config)
     if config.resume is not True:
         found = find_run(root, str(config.resume))
@@ -109,8 +123,11 @@ def _resumed(config: Config) -> RunFolder:
     )
 
 
-def _work(config: Config, found: RunFolder, stages: tuple[str, ...]) -> None:
-    """Run stages on a run's folder, tracked, with the status kept in results and MLflow."""
+def _work(config: Config, found: RunFolder, stages: tuple[str, ...], *, again: bool) -> None:
+    """Run stages on a run's folder, tracked, with the status kept in results and MLflow.
+
+    again: whether these are later stages of a run that exists, whose status stays what it was.
+    """
     from pipeline.stages import run_stages, tracker_safely, update_results
     from pipeline.tracking import Tracker
 
@@ -118,20 +135,20 @@ def _work(config: Config, found: RunFolder, stages: tuple[str, ...]) -> None:
     if fresh:
         found.path.mkdir(parents=True)
         found.config.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
+    tracker = Tracker(config, root_folder(config), found)
     with locked(found):
         print(f"run {found.id}", flush=True)
-        tracker = Tracker(config, root_folder(config), found)
+        former = _status(found)
         try:
             tracker.start()
         except ConfigError:
             if fresh:
-                found.config.unlink()
-                found.path.rmdir()
+                shutil.rmtree(found.path)
             raise
         entries = {
             "run_id": found.id,
             "mlflow_run_id": tracker.mlflow_run_id,
-            "status": "running",
+            "status": former if again else "running",
             "experiment": config.experiment,
             "precision": config.precision.recipe,
             "fingerprint": config.fingerprint(),
@@ -139,14 +156,17 @@ def _work(config: Config, found: RunFolder, stages: tuple[str, ...]) -> None:
         update_results(found, entries)
         status = "failed"
         try:
-            run_stages(config, found, tracker, stages)
+            run_stages(config, found, tracker, stages, again=again)
             status = "finished"
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # Ray's own handler of an interrupt exits
             status = "interrupted"
-            print(f"\ninterrupted; go on with: python -m pipeline run resume={found.id}")
+            print(f"\ninterrupted; go on with the same command and resume={found.id}")
+            raise KeyboardInterrupt from None
+        except PermanentError as error:
+            found.failure.write_text(json.dumps({"error": str(error)}))
             raise
         finally:
-            update_results(found, {"status": status})
+            update_results(found, {"status": former if again else status})
             tracker_safely(lambda: tracker.finish(_mlflow_status(found)))
     _print_end(config, found, tracker.uri)
 
@@ -164,10 +184,11 @@ def _existing(raw: dict[str, Any], overrides: list[str]) -> tuple[Config, RunFol
     if composed.run is None:
         raise ConfigError("run: name the run: run=<id> or run=latest")
     found = find_run(root_folder(composed), composed.run)
-    own = _load_config(found).to_dict()
-    given = {override.lstrip("+~").partition("=")[0].partition(".")[0] for override in overrides}
-    for section in given & {"evals", "tracking"}:
-        own[section] = composed.to_dict()[section]
+    own, now = _load_config(found).to_dict(), composed.to_dict()
+    for override in overrides:
+        section, _, key = override.lstrip("+~").partition("=")[0].partition(".")
+        if section in {"evals", "tracking"}:
+            own[section] = {**own[section], key: now[section][key]} if key else now[section]
     own["root"] = composed.root
     return from_dict(own), found
 

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 FORMAT = 1
 
@@ -64,6 +65,7 @@ def save(
         for name, group in tensors.items():
             contiguous = {key: value.detach().contiguous() for key, value in group.items()}
             save_file(contiguous, partial / f"{name}.safetensors")
+            _sync(partial / f"{name}.safetensors")
         _write_json(partial / "state.json", {**state, "step": step})
         files = {path.name: _file_record(path) for path in sorted(partial.iterdir())}
         _write_json(partial / "MANIFEST.json", {"format": FORMAT, "files": files})
@@ -109,10 +111,33 @@ def problems(path: Path) -> list[str]:
     return found
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints."""
-    for path in sorted(folder.glob("step-*"))[:-keep]:
+def prune(newest: Checkpoint, keep: int) -> None:
+    """Remove all but the `keep` checkpoints up to `newest`, which was just written.
+
+    Later ones belong to another past: the run went back behind them since they were damaged.
+    """
+    others = sorted(newest.path.parent.glob("step-*"))
+    position = others.index(newest.path)
+    for path in others[: max(position + 1 - keep, 0)] + others[position + 1 :]:
         shutil.rmtree(path)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The model's parameters by name, a tied one once."""
+    return dict(model.named_parameters())
+
+
+def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Restore what `model_tensors` gave. Raises `CheckpointError` where names or shapes differ."""
+    parameters = model_tensors(model)
+    if parameters.keys() != tensors.keys():
+        differing = ", ".join(sorted(parameters.keys() ^ tensors.keys()))
+        raise CheckpointError(f"the checkpoint is of another model; it differs in {differing}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if parameter.shape != tensors[name].shape:
+                raise CheckpointError(f"{name} has another shape in the checkpoint")
+            parameter.copy_(tensors[name])
 
 
 def _file_record(path: Path) -> dict[str, Any]:

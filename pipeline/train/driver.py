@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config, ConfigError, from_dict
+from pipeline.config import Config, ConfigError, PermanentError, from_dict
+from pipeline.ray_session import start_ray
 from pipeline.runs import RunFolder
 
 
@@ -28,7 +29,9 @@ def train_on_workers(config: Config, run: RunFolder, dataset: Path) -> dict[str,
     if cluster.gpus_per_worker:
         resources["GPU"] = cluster.gpus_per_worker
     if cluster.workers:
-        _require_resources(config)
+        require_resources(config)
+    elif config.data.executor == "ray":
+        start_ray(cluster.address)
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     worker: Any = _train_worker
     trainer = TorchTrainer(
@@ -47,26 +50,37 @@ def train_on_workers(config: Config, run: RunFolder, dataset: Path) -> dict[str,
         ),
     )
     result: Any = trainer.fit()  # its type in Ray's stubs lacks the return value
-    return result.return_value
+    outcome = result.return_value
+    if "mistake" in outcome:
+        raise ConfigError(outcome["mistake"])
+    if "permanent" in outcome:
+        raise PermanentError(outcome["permanent"])
+    return outcome
 
 
 def _train_worker(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What every worker runs."""
+    """What every worker runs.
+
+    What a retry would only repeat is returned, not raised: Ray would try again and again.
+    """
     import ray.train.torch
 
     from pipeline.train.loop import Trainer
 
     config = from_dict(arguments["config"])
     device = str(ray.train.torch.get_device()) if config.cluster.gpus_per_worker else "cpu"
-    trainer = Trainer(config, RunFolder(Path(arguments["run"])), Path(arguments["dataset"]), device)
-    return trainer.fit()
+    run, dataset = RunFolder(Path(arguments["run"])), Path(arguments["dataset"])
+    try:
+        return Trainer(config, run, dataset, device).fit()
+    except ConfigError as error:
+        return {"mistake": str(error)}
+    except PermanentError as error:
+        return {"permanent": str(error)}
 
 
-def _require_resources(config: Config) -> None:
-    """Start or join Ray and refuse what it cannot place."""
+def require_resources(config: Config) -> None:
+    """Start or join Ray and refuse what it cannot place. Raises `ConfigError`."""
     import ray
-
-    from pipeline.ray_session import start_ray
 
     start_ray(config.cluster.address)
     cluster, available = config.cluster, ray.cluster_resources()
@@ -74,6 +88,8 @@ def _require_resources(config: Config) -> None:
         "CPU": cluster.workers * cluster.cpus_per_worker,
         "GPU": cluster.workers * cluster.gpus_per_worker,
     }
+    if cluster.accelerator:
+        needs[f"accelerator_type:{cluster.accelerator}"] = 1e-3  # Ray marks each such node with it
     for kind, need in needs.items():
         if need > available.get(kind, 0):
             raise ConfigError(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from evals.domains import domain_loss
 from model import HybridModel, ModelConfig
-from pipeline.config import Config, ConfigError
+from pipeline.config import Config, ConfigError, PermanentError
 from pipeline.data.mixture import Mixture
 from pipeline.data.shards import Dataset
 from pipeline.data.stream import Batch, MixtureStream, validation_rows
@@ -50,7 +50,10 @@ class Rank:
         return range(self.index, count, self.size)
 
 
-class TooManySkippedStepsError(RuntimeError):
+OPTIMIZER_CONSTANTS = ("weight_decay", "beta1", "beta2", "epsilon", "clip_norm")
+
+
+class TooManySkippedStepsError(PermanentError):
     """More steps were skipped than `train.max_skipped_steps` allows: a permanent failure."""
 
 
@@ -104,24 +107,17 @@ class Trainer:
         """Train to the end, resuming from the newest complete checkpoint. Returns a summary."""
         self._restore()
         metrics = MetricsFile(self.run.metrics) if self.rank.index == 0 else None
-        first_step = self.step
-        started, loss = time.perf_counter(), float("nan")
-        for batches in self._steps(first_step):
+        for batches in self._steps(self.step):
             result, seconds = self._timed_step(batches)
-            loss = result.loss
             self.step += 1
             if metrics and self.step % self.train.log_every_steps == 0:
                 self._log_step(metrics, result, seconds)
             self._after_step(metrics)
         if metrics:
             metrics.close()
-        steps = self.step - first_step
-        seconds = time.perf_counter() - started
         return {
             "steps": self.step,
             "tokens": self.step * self.schedule.tokens_per_step,
-            "tokens_per_second": steps * self.schedule.tokens_per_step / max(seconds, 1e-9),
-            "final_loss": loss,
             "skipped_steps": self.skipped,
             "validation": self.validation,
         }
@@ -190,12 +186,12 @@ class Trainer:
             "train/skipped_steps": self.skipped,
         }
         self._append(metrics, "train", values)
-        statistics = self.precision.statistics.collect()
-        if statistics:
-            named = {f"quant/{name}": value for name, value in statistics.items()}
-            self._append(metrics, "statistics", named)
 
     def _after_step(self, metrics: MetricsFile | None) -> None:
+        statistics = self.precision.statistics.collect()
+        if metrics and statistics:
+            named = {f"quant/{name}": value for name, value in statistics.items()}
+            self._append(metrics, "statistics", named)
         last = self.step == self.schedule.num_steps
         if last or self._is_due(self.train.validate_every_tokens):
             self._validate(metrics)
@@ -227,6 +223,8 @@ class Trainer:
                         self.train.sequence_length,
                         self.train.validation_tokens // len(names),
                     )
+                    if not len(rows.tokens_BT):  # nothing of this source is held out
+                        continue
                     domain = domain_loss(self.model, rows, self.token_bytes, self.train.micro_batch)
                     values[f"validation/{name}/loss_{label}"] = domain.loss
                     nats, tokens = nats + domain.nats_sum, tokens + domain.tokens
@@ -243,18 +241,20 @@ class Trainer:
         return {
             "data": self.dataset.manifest["content_hash"],
             "schedule": self.schedule.fingerprint(step),
+            "order": self.mixture.fingerprint(step * self.schedule.global_batch),
             "recipe": self.recipe.fingerprint(self.train.micro_batch),
             "model": dataclasses.asdict(self.config.model),
             "seed": self.config.seed,
+            "optimizer": [getattr(self.train, name) for name in OPTIMIZER_CONSTANTS],
         }
 
     def _save(self) -> None:
         if self.rank.index == 0:
-            checkpoint.save(
+            saved = checkpoint.save(
                 self.run.checkpoints,
                 self.step,
                 {
-                    "model": dict(self.model.state_dict()),
+                    "model": checkpoint.model_tensors(self.model),
                     "optimizer": optimizer_tensors(self.model, self.optimizer),
                 },
                 {
@@ -264,12 +264,21 @@ class Trainer:
                     "config": self.config.to_dict(),
                 },
             )
-            checkpoint.prune(self.run.checkpoints, self.train.keep_checkpoints)
+            checkpoint.prune(saved, self.train.keep_checkpoints)
         if self.rank.size > 1:
             dist.barrier()
 
+    def _agreed_checkpoint(self) -> checkpoint.Checkpoint | None:
+        """The checkpoint that rank 0 finds: storage may not show all ranks the same one."""
+        found = checkpoint.latest(self.run.checkpoints) if self.rank.index == 0 else None
+        if self.rank.size > 1:
+            shared = [found]
+            dist.broadcast_object_list(shared)
+            found = shared[0]
+        return found
+
     def _restore(self) -> None:
-        found = checkpoint.latest(self.run.checkpoints)
+        found = self._agreed_checkpoint()
         if found is None:
             return
         identity = self._identity(found.step)
@@ -281,7 +290,7 @@ class Trainer:
                 f"{found.path} cannot be continued: its {', '.join(differing)} differ from this "
                 "configuration's; start a fresh run, or restore the former settings"
             )
-        self.model.load_state_dict(found.tensors("model"))
+        checkpoint.load_model_tensors(self.model, found.tensors("model"))
         load_optimizer_tensors(self.model, self.optimizer, found.tensors("optimizer"))
         self.step = found.step
         self.skipped = found.state["skipped_steps"]

@@ -1,4 +1,4 @@
-"""AdamW with weight decay where the paper's stack has it, and its state by parameter name."""
+"""AdamW with its weight decay on matrices alone, and its state by parameter name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pipeline.config import TrainConfig
 def decays(name: str, parameter: Tensor) -> bool:
     """Whether weight decay applies: to matrices of linears and the embedding, nothing else.
 
-    Norms, biases, Mamba's A_log, D and dt_bias are vectors; the depthwise convolution's weight
-    is a filter a channel. None of them decays.
+    Norms, biases, Mamba's A_log, D and dt_bias are vectors and never decay. Nor does the depthwise
+    convolution's weight, a filter of a few taps a channel (Megatron-LM lets it decay).
     """
     return parameter.ndim == 2 and name.endswith(".weight") and ".conv" not in name
 

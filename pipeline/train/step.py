@@ -42,18 +42,18 @@ def train_step(
     clip_norm: float,
 ) -> StepResult:
     """Run one step over this rank's `micro_batches`, each with its index in the global batch."""
-    num_valid = _count_valid(micro_batches)
+    num_valid = _count_valid(micro_batches).to(next(model.parameters()).device)
     _all_reduce(num_valid)
-    loss = torch.zeros((), dtype=torch.float64)
+    loss = torch.zeros((), dtype=torch.float64, device=num_valid.device)
     for index, batch in micro_batches:
         precision.begin(step, index)
         loss_sum, _ = model.loss(batch.tokens_BT, batch.labels_BT, batch.seq_idx_BT)
         scaled = loss_sum / num_valid.clamp(min=1)
         scaled.backward()
-        loss += scaled.detach().double().cpu()
+        loss += scaled.detach()
     gradients = _gradients(model)
     _reduce_gradients(gradients)
-    totals = torch.stack([loss, torch.as_tensor(precision.nonfinite()).double().cpu()])
+    totals = torch.stack([loss, precision.nonfinite().to(loss)])
     _all_reduce(totals)
     grad_norm = torch.nn.utils.get_total_norm(gradients)
     nonfinite = int(totals[1])

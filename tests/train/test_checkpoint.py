@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from model import HybridModel
 from pipeline.train import checkpoint
+from tests.train.test_optim import SHAPE
 
 
 def save(folder: Path, step: int, value: float = 0.0) -> checkpoint.Checkpoint:
@@ -97,7 +100,34 @@ def test_a_partial_folder_is_never_taken_for_a_checkpoint(tmp_path: Path) -> Non
 
 
 def test_prune_keeps_the_newest(tmp_path: Path) -> None:
-    for step in (1, 2, 30, 4):
-        save(tmp_path, step)
-    checkpoint.prune(tmp_path, keep=2)
+    saved = [save(tmp_path, step) for step in (1, 2, 4, 30)]
+    checkpoint.prune(saved[-1], keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000030"]
+
+
+def test_prune_never_takes_a_damaged_later_one_for_the_newest(tmp_path: Path) -> None:
+    damaged = save(tmp_path, 9).path / "model.safetensors"
+    damaged.write_bytes(b"")
+    saved = save(tmp_path, 5)
+    checkpoint.prune(saved, keep=1)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert found.step == 5
+
+
+def test_tied_weights_are_saved_once_and_stay_tied(tmp_path: Path) -> None:
+    model = HybridModel(dataclasses.replace(SHAPE, tie_embeddings=True), seed=1)
+    checkpoint.save(tmp_path, 1, {"model": checkpoint.model_tensors(model)}, {})
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    other = HybridModel(dataclasses.replace(SHAPE, tie_embeddings=True), seed=2)
+    checkpoint.load_model_tensors(other, found.tensors("model"))
+    assert other.head.weight is other.embedding.weight
+    assert torch.equal(other.head.weight, model.head.weight)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    tensors = checkpoint.model_tensors(HybridModel(SHAPE))
+    tensors.pop("head.weight")
+    with pytest.raises(checkpoint.CheckpointError, match=r"differs in head\.weight"):
+        checkpoint.load_model_tensors(HybridModel(SHAPE), tensors)
