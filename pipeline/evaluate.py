@@ -6,6 +6,7 @@ the same tokens as the model's loss beyond doubt.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections import defaultdict
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from evals.baselines import Bigram, baseline_loss
 from evals.continuation import CHANCE, make_questions, write_questions
@@ -23,7 +23,8 @@ from evals.harness import headline, read_samples, run_tasks
 from model import HybridModel
 from pipeline.config import EvalsConfig
 from pipeline.data.shards import Dataset
-from pipeline.data.stream import Batch, validation_rows
+from pipeline.data.stream import validation_rows
+from pipeline.data.tokenizer import load_tokenizer
 
 RESULTS = "results.json"
 CONTINUATION = "continuation"
@@ -82,7 +83,11 @@ def _domains(
     token_bytes = dataset.token_bytes()
     domains = {}
     for name in dataset.sources:
-        rows = _all_rows(dataset, name, sequence_length)
+        held_out = len(dataset.holdout(name))
+        rows = validation_rows(dataset, name, sequence_length, held_out + sequence_length)
+        if not len(rows.tokens_BT):
+            progress(f"{name}: nothing is held out, so nothing is measured")
+            continue
         bigram = _fit_bigram(dataset, name)
         ours = domain_loss(model, rows, token_bytes, config.batch_size)
         others = {
@@ -101,15 +106,6 @@ def _domains(
             f"(bigram {others['bigram'].bits_per_byte:.3f}, {ours.bytes:,} bytes held out)"
         )
     return domains
-
-
-def _all_rows(dataset: Dataset, source: str, sequence_length: int) -> Batch:
-    held_out = len(dataset.holdout(source))
-    if held_out == 0:
-        raise ValueError(
-            f"source {source} has no held-out text to evaluate on; raise data.holdout_fraction"
-        )
-    return validation_rows(dataset, source, sequence_length, held_out + sequence_length)
 
 
 def _fit_bigram(dataset: Dataset, source: str) -> Bigram:
@@ -135,15 +131,16 @@ def _tasks(
         documents = {name: dataset.holdout_documents(name) for name in dataset.sources}
         made, too_short = make_questions(documents, config.num_questions, seed)
         if not made:
-            raise ValueError(
-                "the held-out documents are too short for the continuation task; hold more out "
-                "(data.holdout_fraction), or leave it out: evals.tasks=[]"
+            progress("continuation: the held-out documents are too short for it; left out")
+            config = dataclasses.replace(
+                config, tasks=tuple(name for name in config.tasks if name != CONTINUATION)
             )
+            return _tasks(model, dataset, config, folder, sequence_length, seed, progress)
         questions[CONTINUATION] = folder / f"{CONTINUATION}.jsonl"
         write_questions(made, questions[CONTINUATION])
     tasks = run_tasks(
         model,
-        Tokenizer.from_file(str(dataset.tokenizer_path)),
+        load_tokenizer(dataset.tokenizer_path),
         dataset.eos_id,
         config.tasks,
         folder,

@@ -177,17 +177,22 @@ def test_tasks_can_be_left_out_and_progress_is_told(dataset: FakeDataset, tmp_pa
     assert [line.split(":")[0] for line in told] == ["code", "prose", "sums"]
 
 
-def test_a_domain_without_held_out_text_is_refused(dataset: FakeDataset, tmp_path: Path) -> None:
+def test_a_domain_without_held_out_text_is_left_out_and_named(
+    dataset: FakeDataset, tmp_path: Path
+) -> None:
+    told: list[str] = []
     empty = FakeDataset(tmp_path, dataset.texts | {"prose": []})
-    with pytest.raises(ValueError, match=r"source prose .* data\.holdout_fraction"):
-        run(empty, tmp_path / "eval", CONFIG)
-    assert not (tmp_path / "eval" / "results.json").exists()
+    results = run(empty, tmp_path / "eval", EvalsConfig(tasks=()), progress=told.append)
+    assert set(results["domains"]) == {"code", "sums"}
+    assert "prose: nothing is held out, so nothing is measured" in told
 
 
-def test_held_out_text_too_short_for_questions_is_refused(tmp_path: Path) -> None:
+def test_held_out_text_too_short_for_questions_leaves_the_task_out(tmp_path: Path) -> None:
+    told: list[str] = []
     short = FakeDataset(tmp_path, {"code": ["a = 1\n"]})
-    with pytest.raises(ValueError, match=r"too short .* evals\.tasks=\[\]"):
-        run(short, tmp_path / "eval", CONFIG)
+    results = run(short, tmp_path / "eval", CONFIG, progress=told.append)
+    assert results["tasks"] == {}
+    assert "too short" in told[-1]
 
 
 def test_the_harness_is_imported_only_when_a_task_runs() -> None:
