@@ -80,11 +80,3 @@ def _assign(parameter: nn.Parameter, value: Tensor) -> None:
         )
     else:
         parameter.copy_(value)
-
-
-def never_decays(name: str) -> bool:
-    """Whether weight decay skips the parameter: norms, A_log, D, dt_bias and biases.
-
-    Everything else decays: linears, convolution weights and, as in Megatron, embedding and head.
-    """
-    return name.endswith(("norm.weight", "A_log", ".D", "dt_bias", "bias"))
