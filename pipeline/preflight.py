@@ -124,9 +124,12 @@ def _hardware_problems(config: Config) -> Iterator[str]:
     kind = f"with {cluster.gpus_per_worker} {cluster.accelerator or ''} GPU".replace("  ", " ")
     wanted = f"{workers} workers {kind if cluster.gpus_per_worker else 'on CPUs'}"
     if cluster.address:
-        from pipeline.ray_session import reachable
+        from pipeline.ray_session import missing_resources, resources_at
 
-        if not reachable(cluster.address):
+        available = resources_at(cluster.address)
+        if available is not None:
+            yield from missing_resources(cluster, available)
+        else:
             yield (
                 f"cluster: {wanted} are asked for, but no Ray cluster answers at "
                 f"cluster.address={cluster.address}; start this on the cluster's head, or choose "

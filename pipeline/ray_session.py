@@ -7,6 +7,8 @@ import logging
 import os
 from collections.abc import Iterator
 
+from pipeline.config import ClusterConfig
+
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",  # a local Ray listens on the loopback interface only
@@ -54,15 +56,32 @@ def ray_session(address: str | None = None) -> Iterator[None]:
             ray.shutdown()
 
 
-def reachable(address: str) -> bool:
-    """Whether a Ray cluster answers at `address`."""
+def resources_at(address: str) -> dict[str, float] | None:
+    """What the Ray cluster at `address` has in all; None where none answers."""
     import ray
 
     if ray.is_initialized():
-        return True
+        return ray.cluster_resources()
     try:
         ray.init(address=address, logging_level=logging.CRITICAL)
     except (ConnectionError, RuntimeError, ValueError):
-        return False
+        return None
+    resources = ray.cluster_resources()
     ray.shutdown()
-    return True
+    return resources
+
+
+def missing_resources(cluster: ClusterConfig, available: dict[str, float]) -> list[str]:
+    """What the configured workers need and a cluster with `available` lacks, in words."""
+    needs = {
+        "CPU": cluster.workers * cluster.cpus_per_worker,
+        "GPU": cluster.workers * cluster.gpus_per_worker,
+    }
+    if cluster.accelerator:
+        needs[f"accelerator_type:{cluster.accelerator}"] = 1e-3  # Ray marks each such node with it
+    return [
+        f"cluster: {cluster.workers} workers need {need:g} {kind}, the Ray cluster has "
+        f"{available.get(kind, 0):g}; lower cluster.workers or add nodes"
+        for kind, need in needs.items()
+        if need > available.get(kind, 0)
+    ]

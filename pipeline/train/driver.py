@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config, ConfigError, PermanentError, from_dict
-from pipeline.ray_session import start_ray
+from pipeline.ray_session import missing_resources, start_ray
 from pipeline.runs import RunFolder
 
 
@@ -83,16 +83,6 @@ def require_resources(config: Config) -> None:
     import ray
 
     start_ray(config.cluster.address)
-    cluster, available = config.cluster, ray.cluster_resources()
-    needs = {
-        "CPU": cluster.workers * cluster.cpus_per_worker,
-        "GPU": cluster.workers * cluster.gpus_per_worker,
-    }
-    if cluster.accelerator:
-        needs[f"accelerator_type:{cluster.accelerator}"] = 1e-3  # Ray marks each such node with it
-    for kind, need in needs.items():
-        if need > available.get(kind, 0):
-            raise ConfigError(
-                f"cluster: {cluster.workers} workers need {need:g} {kind}, the Ray cluster has "
-                f"{available.get(kind, 0):g}; lower cluster.workers or add nodes"
-            )
+    missing = missing_resources(config.cluster, ray.cluster_resources())
+    if missing:
+        raise ConfigError("\n".join(missing))

@@ -50,7 +50,7 @@ def test_help_lists_everything_without_importing_torch_or_ray(arguments: tuple[s
         (("run", "stages=[prepare,trian]"), "no stage 'trian'; did you mean train"),
         (("run", "train.tokens=many"), "train.tokens: expected int, got 'many'"),
         (("run", "train.global_batch=17"), "not a multiple"),
-        (("run", "data.sources.code.uris=[x]"), "either builtin=... or uris"),
+        (("run", "+data.sources.code.uris=[x]"), "either builtin=... or uris"),
         (("run", "model.pattern=MX-"), "'X'"),
         (("run", "train.phases=[]"), "train.phases: empty"),
         (("eval", "run=latest", "model=tiny"), "own configuration stands"),
@@ -77,6 +77,6 @@ def test_the_resolved_configuration_is_printed() -> None:
 def test_the_paper_s_run_stops_before_any_work_and_names_what_is_missing(tmp_path: Path) -> None:
     result = pipeline("run", "+experiment=12b_nvfp4", f"root={tmp_path / 'runs'}")
     assert result.returncode == 2
-    for missing in ("data.sources.web", "tokenizer", "64 workers with 1 B200 GPU"):
+    for missing in ("data.sources.web", "tokenizer", "64 workers", "GPU"):
         assert missing in result.stderr
     assert not list((tmp_path / "runs").iterdir())
