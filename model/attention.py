@@ -91,7 +91,13 @@ class Attention(nn.Module):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
     ) -> Tensor:
+        gqa = key.shape[1] != query.shape[1]
+        if gqa and mask is not None and query.is_cuda:
+            # No fused CUDA kernel takes a mask and shared heads; the fallback holds all scores.
+            repeats = query.shape[1] // key.shape[1]
+            key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+            gqa = False
         y_BHTE = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=is_causal, enable_gqa=True
+            query, key, value, attn_mask=mask, is_causal=is_causal, enable_gqa=gqa
         )
         return self.o(y_BHTE.transpose(1, 2).flatten(2))

@@ -87,7 +87,10 @@ def _compose_and_call(verb: str) -> None:
         except BaseException as error:  # raised again below, once Hydra has returned
             errors.append(error)
 
-    run()
+    try:
+        run()
+    except (ValueError, TypeError) as error:  # such as Hydra's parser of `=5`
+        raise ConfigError(f"the overrides cannot be read: {error}") from error
     if errors:
         raise errors[0]
 

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -299,30 +300,13 @@ def validate(config: Config) -> None:
     for stage in config.stages:
         if stage not in STAGES:
             raise ConfigError(f"stages: no stage {stage!r}; {nearest(stage, STAGES)}")
-    positive = {
-        "train.tokens": train.tokens,
-        "train.sequence_length": train.sequence_length,
-        "train.global_batch": train.global_batch,
-        "train.micro_batch": train.micro_batch,
-        "train.learning_rate": train.learning_rate,
-        "train.log_every_steps": train.log_every_steps,
-        "train.keep_checkpoints": train.keep_checkpoints,
-        "data.shard_tokens": config.data.shard_tokens,
-        "evals.num_questions": config.evals.num_questions,
-        "evals.batch_size": config.evals.batch_size,
-        "train.clip_norm": train.clip_norm,
-    }
-    for name, number in positive.items():
-        if not 0 < number < float("inf"):
-            raise ConfigError(f"{name}: must be above 0, got {number}")
+    _check_ranges(config)
     if train.global_batch % train.micro_batch:
         raise ConfigError(
             f"train.global_batch={train.global_batch} is not a multiple of "
             f"train.micro_batch={train.micro_batch}; the micro-batch is part of the numerics, so "
             "choose a global batch that it divides"
         )
-    if not 0 <= config.seed < 2**64:
-        raise ConfigError(f"seed: must lie between 0 and 2^64 - 1, got {config.seed}")
     for name, end in (("first", config.precision.first), ("last", config.precision.last)):
         if end < 0 or (end > 1 and not end.is_integer()):
             raise ConfigError(
@@ -339,7 +323,52 @@ def validate(config: Config) -> None:
     for name, source in config.data.sources.items():
         if (source.builtin is None) == (not source.uris):
             raise ConfigError(f"data.sources.{name}: set either builtin=... or uris=[...]")
-    if not 0 < config.data.holdout_fraction < 1:
+
+
+def _check_ranges(config: Config) -> None:
+    """Every number lies in its range; not-a-number lies in none. Raises `ConfigError`."""
+    train, data, cluster = config.train, config.data, config.cluster
+    tiny, huge = 1e-300, 1e300
+    ranges: dict[str, tuple[float, float, float]] = {
+        "seed": (config.seed, 0, 2**64 - 1),
+        "train.tokens": (train.tokens, 1, huge),
+        "train.sequence_length": (train.sequence_length, 1, huge),
+        "train.global_batch": (train.global_batch, 1, huge),
+        "train.micro_batch": (train.micro_batch, 1, huge),
+        "train.learning_rate": (train.learning_rate, tiny, huge),
+        "train.final_learning_rate": (train.final_learning_rate, 0, huge),
+        "train.warmup_tokens": (train.warmup_tokens, 0, huge),
+        "train.weight_decay": (train.weight_decay, 0, huge),
+        "train.beta1": (train.beta1, 0, 1 - 1e-12),
+        "train.beta2": (train.beta2, 0, 1 - 1e-12),
+        "train.epsilon": (train.epsilon, 0, huge),
+        "train.clip_norm": (train.clip_norm, tiny, huge),
+        "train.checkpoint_every_tokens": (train.checkpoint_every_tokens, 0, huge),
+        "train.keep_checkpoints": (train.keep_checkpoints, 1, huge),
+        "train.validate_every_tokens": (train.validate_every_tokens, 0, huge),
+        "train.log_every_steps": (train.log_every_steps, 1, huge),
+        "train.statistics_every_steps": (train.statistics_every_steps, 0, huge),
+        "train.max_skipped_steps": (train.max_skipped_steps, 0, huge),
+        "data.holdout_fraction": (data.holdout_fraction, tiny, 1 - 1e-12),
+        "data.holdout_max_bytes": (data.holdout_max_bytes, 0, huge),
+        "data.shard_tokens": (data.shard_tokens, 1, huge),
+        "data.mixture_block": (data.mixture_block, 1, huge),
+        "data.seed": (data.seed, 0, 2**63 - 1),
+        "evals.num_questions": (config.evals.num_questions, 1, huge),
+        "evals.batch_size": (config.evals.batch_size, 1, huge),
+        "cluster.workers": (cluster.workers, 0, huge),
+        "cluster.cpus_per_worker": (cluster.cpus_per_worker, 0, huge),
+        "cluster.gpus_per_worker": (cluster.gpus_per_worker, 0, huge),
+        "cluster.max_failures": (cluster.max_failures, -1, huge),
+    }
+    for name, source in data.sources.items():
+        if source.max_bytes is not None:
+            ranges[f"data.sources.{name}.max_bytes"] = (source.max_bytes, 1, huge)
+    for name, (number, low, high) in ranges.items():
+        if not low <= number <= high:
+            bound = f"at least {low:g}" if high == huge else f"between {low:g} and {high:g}"
+            raise ConfigError(f"{name}: must be {bound}, got {number}")
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", data.name):
         raise ConfigError(
-            f"data.holdout_fraction: must lie between 0 and 1, got {config.data.holdout_fraction}"
+            f"data.name={data.name!r}: it names a folder; use letters, digits, '.', '_' and '-'"
         )

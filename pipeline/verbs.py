@@ -113,9 +113,7 @@ def _named(config: Config) -> RunFolder:
             )
         return found
     for found in reversed(list_runs(root)):
-        if _status(found) != "finished" and (
-            _load_config(found).fingerprint() == config.fingerprint()
-        ):
+        if _status(found) != "finished" and _is_of(found, config.fingerprint()):
             return found
     raise ConfigError(
         f"resume=true: no unfinished run of this configuration in {root}; start a fresh one "
@@ -194,13 +192,31 @@ def _existing(raw: dict[str, Any], overrides: list[str]) -> tuple[Config, RunFol
 
 
 def _load_config(found: RunFolder) -> Config:
-    return from_dict(yaml.safe_load(found.config.read_text()))
+    """A run's own configuration. Raises `ConfigError` where this version cannot read it."""
+    try:
+        raw = yaml.safe_load(found.config.read_text())
+        return from_dict(raw if isinstance(raw, dict) else {})
+    except (ConfigError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{found.config}: not a configuration that this version reads ({error})"
+        ) from error
+
+
+def _is_of(found: RunFolder, fingerprint: str) -> bool:
+    """Whether a run has that configuration; one that cannot be read has not."""
+    try:
+        return _load_config(found).fingerprint() == fingerprint
+    except ConfigError:
+        return False
 
 
 def _status(found: RunFolder) -> str:
     if not found.results.is_file():
         return "started"
-    return json.loads(found.results.read_text()).get("status", "started")
+    try:
+        return json.loads(found.results.read_text()).get("status", "started")
+    except ValueError as error:
+        raise ConfigError(f"{found.results}: damaged ({error}); remove it to go on") from error
 
 
 def _mlflow_status(found: RunFolder) -> str:

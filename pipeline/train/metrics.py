@@ -5,7 +5,7 @@
 
 It is the source of truth of a run's curves; MLflow, the progress bar and the report are fed from
 it. `step` counts optimizer steps done. After a resume replayed steps appear again: the last line of
-a (kind, step) counts. A line that a crash tore is ignored.
+a (kind, step) counts. A line that a crash tore, or that is no such record, is ignored.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+KEYS = {"kind", "step", "tokens", "time", "metrics"}
 
 
 class MetricsFile:
@@ -61,7 +63,8 @@ def read_records(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], 
                 record = json.loads(line)
             except ValueError:
                 continue
-            yield record, offset
+            if isinstance(record, dict) and record.keys() >= KEYS:
+                yield record, offset
 
 
 def final_records(path: Path) -> list[dict[str, Any]]:

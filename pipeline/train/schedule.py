@@ -189,7 +189,7 @@ def _fill_in(
         path = f"train.phases[{index}]"
         blend = _normalized(item.blend, sources, path) if item.blend else blend
         length = item.sequence_length or length
-        if train.sequence_length % length:
+        if length < 1 or train.sequence_length % length:
             raise ConfigError(
                 f"{path}.sequence_length={length} does not divide "
                 f"train.sequence_length={train.sequence_length}, the longest row"

@@ -26,7 +26,7 @@ def test_a_torn_line_is_ignored_and_what_follows_is_read(tmp_path: Path) -> None
     path = tmp_path / "m.jsonl"
     MetricsFile(path).append("train", 1, 10, {"train/loss": 5.0})
     with path.open("a") as file:
-        file.write('{"kind": "train", "st')
+        file.write('null\n[1]\n{"kind": "train"}\njunk{{{\n{"kind": "train", "st')
     MetricsFile(path).append("train", 2, 20, {"train/loss": 4.0})
     assert [record["step"] for record, _ in read_records(path)] == [1, 2]
 
