@@ -20,6 +20,8 @@ from pipeline.data.prepare import prepare, prepared_folder
 from pipeline.data.shards import DataError, Dataset, verify
 from tests.data.corpora import configuration, sentences, write_texts
 
+pytestmark = pytest.mark.slow
+
 EOS = "<|endoftext|>"
 
 

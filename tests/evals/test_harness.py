@@ -20,6 +20,8 @@ from evals.continuation import Lengths, Question, make_questions, write_question
 from evals.harness import read_samples, run_tasks
 from model import HybridModel, ModelConfig
 
+pytestmark = pytest.mark.slow
+
 EOS = 256
 MAX_LENGTH = 48
 

@@ -18,6 +18,8 @@ from pipeline.config import EvalsConfig
 from pipeline.data.stream import validation_rows
 from pipeline.evaluate import evaluate
 
+pytestmark = pytest.mark.slow
+
 EOS = 256
 LENGTH = 128
 CONFIG = EvalsConfig(num_questions=12, batch_size=8)

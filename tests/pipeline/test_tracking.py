@@ -15,6 +15,8 @@ from pipeline.tracking import Tracker, TrackingError
 from pipeline.train.metrics import MetricsFile
 from tests.pipeline.test_config import composed
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -18,6 +18,8 @@ from quant.hadamard import rht_transpose
 from quant.quantize import amax_of, dequantize, nonfinite_count, quantize
 from quant.rounding import Copy, Role, RoundingKey
 
+pytestmark = pytest.mark.slow
+
 KEY = RoundingKey(2**63 + 5, 2, 2**32 - 1, 70_000, Role.GRADIENT, Copy.COLUMN)
 
 needs_kernel = pytest.mark.skipif(not cpu.available(), reason=f"no CPU kernels: {cpu.reason()}")
