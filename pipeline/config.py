@@ -308,7 +308,7 @@ def validate(config: Config) -> None:
             "choose a global batch that it divides"
         )
     for name, end in (("first", config.precision.first), ("last", config.precision.last)):
-        if end < 0 or (end > 1 and not end.is_integer()):
+        if not end >= 0 or (end > 1 and not end.is_integer()):
             raise ConfigError(
                 f"precision.{name}: a number of blocks, or a share below 1, not {end}"
             )
@@ -321,6 +321,8 @@ def validate(config: Config) -> None:
             f"{shortest}"
         )
     for name, source in config.data.sources.items():
+        if "" in source.uris:
+            raise ConfigError(f"data.sources.{name}.uris: an empty name; give a file or a folder")
         if (source.builtin is None) == (not source.uris):
             raise ConfigError(f"data.sources.{name}: set either builtin=... or uris=[...]")
 
@@ -352,7 +354,7 @@ def _check_ranges(config: Config) -> None:
         "data.holdout_fraction": (data.holdout_fraction, tiny, 1 - 1e-12),
         "data.holdout_max_bytes": (data.holdout_max_bytes, 0, huge),
         "data.shard_tokens": (data.shard_tokens, 1, huge),
-        "data.mixture_block": (data.mixture_block, 1, huge),
+        "data.mixture_block": (data.mixture_block, 1, 2**20),
         "data.seed": (data.seed, 0, 2**63 - 1),
         "evals.num_questions": (config.evals.num_questions, 1, huge),
         "evals.batch_size": (config.evals.batch_size, 1, huge),

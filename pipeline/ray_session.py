@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Iterator
 
 from pipeline.config import ClusterConfig
@@ -62,6 +63,12 @@ def resources_at(address: str) -> dict[str, float] | None:
 
     if ray.is_initialized():
         return ray.cluster_resources()
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "/" not in host:  # Ray itself would try for minutes
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except OSError:
+            return None
     try:
         ray.init(address=address, logging_level=logging.CRITICAL)
     except (ConnectionError, RuntimeError, ValueError):

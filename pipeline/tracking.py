@@ -142,6 +142,7 @@ class Tracker:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+        os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # no git is no news
         from mlflow import MlflowClient
 
         for name in ("alembic", "mlflow"):

@@ -151,7 +151,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{path}: missing, so this is no prepared corpus; run prepare") from None
+        raise DataError(f"{path}: missing, so this is no prepared corpus; {_REMEDY}") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: unreadable ({error}); {_REMEDY}") from None
     found = (manifest.get("format"), manifest.get("version")) if manifest else None

@@ -54,6 +54,11 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 def check_tokenizer(config: TokenizerConfig) -> None:
     """What can be said before any text is read. Raises `ConfigError`."""
     if config.path is None:
+        if len(config.eos_token) < 2:
+            raise ConfigError(
+                f"data.tokenizer.eos_token={config.eos_token!r}: a character of text cannot end "
+                "documents; choose a longer token such as <|endoftext|>"
+            )
         if config.vocab_size < MIN_VOCAB_SIZE:
             raise ConfigError(
                 f"data.tokenizer.vocab_size: a byte-level tokenizer needs {MIN_VOCAB_SIZE} at "

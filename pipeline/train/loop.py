@@ -194,6 +194,7 @@ class Trainer:
             self._append(metrics, "statistics", named)
         last = self.step == self.schedule.num_steps
         if last or self._is_due(self.train.validate_every_tokens):
+            self._require_finite_weights()
             self._validate(metrics)
         if (
             last
@@ -248,7 +249,16 @@ class Trainer:
             "optimizer": [getattr(self.train, name) for name in OPTIMIZER_CONSTANTS],
         }
 
+    def _require_finite_weights(self) -> None:
+        """No later step could be taken, and the checkpoint would displace a good one."""
+        if not torch.isfinite(torch.nn.utils.get_total_norm(list(self.model.parameters()))):
+            raise PermanentError(
+                f"step {self.step}: the weights are no longer finite, training has diverged; lower "
+                "train.learning_rate. Checkpoints written before stay in place"
+            )
+
     def _save(self) -> None:
+        self._require_finite_weights()
         if self.rank.index == 0:
             saved = checkpoint.save(
                 self.run.checkpoints,

@@ -209,8 +209,10 @@ def _normalized(
     for name, weight in blend.items():
         if name not in sources:
             raise ConfigError(f"{path}.blend.{name}: no such source; {nearest(name, sources)}")
-        if weight < 0:
-            raise ConfigError(f"{path}.blend.{name}={weight}: a share cannot be negative")
+        if not 0 <= weight < float("inf"):
+            raise ConfigError(
+                f"{path}.blend.{name}={weight}: a share cannot be negative or infinite"
+            )
     total = sum(blend.values())
     if not total > 0:
         raise ConfigError(f"{path}.blend: the shares add up to {total}; one must be above 0")

@@ -120,7 +120,9 @@ def test_another_format_version_is_refused_by_name(corpus: Path) -> None:
 
 
 def test_a_folder_without_manifest_is_no_corpus(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no prepared corpus; run prepare"):
+    with pytest.raises(
+        DataError, match="no prepared corpus; delete the folder and run prepare again"
+    ):
         Dataset.open(tmp_path)
 
 

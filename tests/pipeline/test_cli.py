@@ -61,6 +61,8 @@ def test_help_lists_everything_without_importing_torch_or_ray(arguments: tuple[s
         (("run", "cluster.workers=-1"), "cluster.workers: must be at least 0"),
         (("run", "data.name=../x"), "it names a folder"),
         (("run", "model=null"), "cannot be read"),
+        (("run", "data.tokenizer.eos_token=a"), "cannot end documents"),
+        (("run", "cluster.address=127.0.0.1:1", "cluster.workers=2"), "no Ray cluster answers"),
         (("run", "train.phases=[{start: 0, sequence_length: -64}]"), "does not divide"),
         (("run", "tracking.uri=foo://bar", "data.holdout_fraction=0.5"), "tracking.offline=true"),
         (("eval", "run=latest", "model=tiny"), "own configuration stands"),

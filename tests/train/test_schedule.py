@@ -109,7 +109,7 @@ def test_the_past_decides_the_fingerprint_and_the_future_does_not() -> None:
         ({"phases": ()}, "train.phases: empty"),
         ({"phases": (PhaseConfig(blend={"cod": 1.0}),)}, "did you mean code"),
         ({"phases": (PhaseConfig(blend={"code": 0.0}),)}, "add up to 0"),
-        ({"phases": (PhaseConfig(blend={"code": -1.0}),)}, "cannot be negative"),
+        ({"phases": (PhaseConfig(blend={"code": -1.0}),)}, "cannot be negative or infinite"),
         ({"phases": (PhaseConfig(start="10%", blend={"code": 1.0}),)}, "starts at 0"),
         (
             {"phases": (PhaseConfig(blend={"code": 1.0}), PhaseConfig(start="120%"))},
