@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-IGNORED = -100  # the label of a position that predicts nothing
+from model.loss import IGNORED
 
 
 class Rows(Protocol):

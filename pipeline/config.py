@@ -230,6 +230,18 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def flatten(tree: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
+    """The leaves of nested mappings under joined names; an empty mapping is a leaf."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            inner = flatten(value, separator)
+            flat.update({f"{key}{separator}{name}": leaf for name, leaf in inner.items()})
+        else:
+            flat[key] = value
+    return flat
+
+
 def from_dict(raw: Mapping[str, Any]) -> Config:
     """Build and validate a `Config`. Raises `ConfigError`."""
     config = _build(Config, raw, "")

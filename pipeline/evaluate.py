@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from pipeline.config import EvalsConfig
 from pipeline.data.shards import Dataset
 from pipeline.data.stream import validation_rows
 from pipeline.data.tokenizer import load_tokenizer
+from pipeline.runs import write_whole
 
 RESULTS = "results.json"
 CONTINUATION = "continuation"
@@ -68,7 +68,7 @@ def evaluate(
         "domains": _domains(model, untrained, dataset, config, sequence_length, progress),
         "tasks": _tasks(model, dataset, config, folder, sequence_length, seed, progress),
     }
-    _write_atomically(folder / RESULTS, results)
+    write_whole(folder / RESULTS, json.dumps(results, indent=2) + "\n")
     return results
 
 
@@ -175,9 +175,3 @@ def _by_domain(samples: Path) -> dict[str, dict[str, float]]:
         }
         for domain, each in correct.items()
     }
-
-
-def _write_atomically(path: Path, value: Mapping[str, Any]) -> None:
-    beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(beside, path)

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import nearest
+from pipeline.config import flatten, nearest
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
@@ -87,7 +87,7 @@ def verb_help(verb: str) -> str:
             "",
             *_table("examples", ((f"python -m pipeline {a}", b) for a, b in EXAMPLES[verb])),
             *_group_lines(),
-            *_table("keys (defaults)", sorted(_flat(_defaults()).items())),
+            *_table("keys (defaults)", sorted(flatten(_defaults()).items())),
         ]
     )
 
@@ -102,7 +102,7 @@ def explain_override(override: str) -> str | None:
         if "," in value or value in choices[name] or value == "null":
             return None
         return f"{name}={value}: no such choice of {name}; {nearest(value, choices[name])}"
-    known = _flat(_defaults())
+    known = flatten(_defaults())
     if name in known or name.startswith("hydra.") or override.startswith("+"):
         return None
     if any(key.startswith(f"{name}.") for key in known):
@@ -125,16 +125,6 @@ def _defaults() -> dict[str, Any]:
                 if not group.startswith("override"):
                     composed[group] = yaml.safe_load((CONF / group / f"{choice}.yaml").read_text())
     return composed
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _group_lines() -> list[str]:

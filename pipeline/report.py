@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from pipeline.curves import read_curves
 from pipeline.figures import draw_all
-from pipeline.runs import RunFolder
+from pipeline.runs import RunFolder, write_whole
 
 TEMPLATE = "report.html.j2"
 NO_METADATA = {"Software": None}  # the same numbers give the same file
@@ -53,9 +52,7 @@ def write_report(run: RunFolder) -> Path:
             else "",
         )
     )
-    beside = run.report.with_suffix(".tmp")
-    beside.write_text(html, encoding="utf-8")
-    os.replace(beside, run.report)
+    write_whole(run.report, html)
     return run.report
 
 

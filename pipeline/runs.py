@@ -108,6 +108,13 @@ def find_run(root: Path, run: str) -> RunFolder:
     return matches[0]
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a crash, sees the old one or the new one, whole."""
+    beside = path.with_name(f".{path.name}.partial")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
 @contextlib.contextmanager
 def locked(run: RunFolder) -> Iterator[None]:
     """Hold a run for this process. Raises `ConfigError` where another one works on it."""

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config, ConfigError
-from pipeline.runs import RunFolder, root_folder
+from pipeline.config import Config, ConfigError, flatten
+from pipeline.runs import RunFolder, root_folder, write_whole
 from pipeline.tracking import Tracker, TrackingError
 from pipeline.train.metrics import MetricsFile, final_records
 
@@ -181,7 +181,11 @@ def evaluate(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]
     evaluation = {"step": found.step, "precision": "bf16", **result}
     update_results(run, {"eval": evaluation})
     tokens = found.step * config.train.global_batch * config.train.sequence_length
-    metrics = {f"eval/{name}": value for name, value in _numbers(result).items()}
+    metrics = {
+        f"eval/{name}": float(value)
+        for name, value in flatten(result, "/").items()
+        if isinstance(value, int | float)
+    }
     MetricsFile(run.metrics).append("eval", found.step, tokens, metrics)
     tracker_safely(tracker.ship)
     return {"results": str(folder / "results.json"), "step": found.step}
@@ -222,9 +226,7 @@ def update_results(run: RunFolder, entries: dict[str, Any]) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON so that a reader sees the old file or the new one, whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=1))
-    partial.rename(path)
+    write_whole(path, json.dumps(value, indent=1))
 
 
 def tracker_safely(call: Callable[[], None]) -> None:
@@ -233,14 +235,3 @@ def tracker_safely(call: Callable[[], None]) -> None:
         call()
     except TrackingError as error:
         print(f"  tracking store unreachable, results are kept on disk: {error}", flush=True)
-
-
-def _numbers(tree: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers of nested dictionaries under joined names."""
-    flat: dict[str, float] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat.update(_numbers(value, f"{prefix}{key}/"))
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            flat[f"{prefix}{key}"] = float(value)
-    return flat

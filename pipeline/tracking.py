@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config, ConfigError, TrackingConfig
-from pipeline.runs import RunFolder
+from pipeline.config import Config, ConfigError, TrackingConfig, flatten
+from pipeline.runs import RunFolder, write_whole
 from pipeline.train.metrics import read_records
 
 BATCH = 900  # metrics a call; MLflow takes at most 1000
@@ -159,9 +159,7 @@ class Tracker:
         return client.create_experiment(name, artifact_location=location)
 
     def _save_state(self) -> None:
-        partial = self._state_file.with_suffix(".partial")
-        partial.write_text(json.dumps(self._state))
-        partial.rename(self._state_file)
+        write_whole(self._state_file, json.dumps(self._state))
 
 
 def _as_metrics(record: Mapping[str, Any]) -> list[Any]:
@@ -183,17 +181,7 @@ def _as_parameters(config: Config) -> list[Any]:
     """The whole configuration under dotted names; what MLflow would cut stands in its artifact."""
     from mlflow.entities import Param
 
-    return [Param(key, str(value)[:6000]) for key, value in _flat(config.to_dict()).items()]
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+    return [Param(key, str(value)[:6000]) for key, value in flatten(config.to_dict()).items()]
 
 
 def _first_line(error: Exception) -> str:

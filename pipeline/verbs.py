@@ -16,7 +16,15 @@ from typing import Any
 import yaml
 
 from pipeline.config import Config, ConfigError, PermanentError, from_dict
-from pipeline.runs import RunFolder, find_run, list_runs, locked, new_run_id, root_folder
+from pipeline.runs import (
+    RunFolder,
+    find_run,
+    list_runs,
+    locked,
+    new_run_id,
+    root_folder,
+    write_whole,
+)
 
 OVERRIDABLE = ("evals", "tracking", "root", "run")
 
@@ -132,7 +140,7 @@ def _work(config: Config, found: RunFolder, stages: tuple[str, ...], *, again: b
     fresh = not found.config.is_file()
     if fresh:
         found.path.mkdir(parents=True)
-        found.config.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
+        write_whole(found.config, yaml.safe_dump(config.to_dict(), sort_keys=False))
     tracker = Tracker(config, root_folder(config), found)
     with locked(found):
         print(f"run {found.id}", flush=True)

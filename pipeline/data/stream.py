@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from model.loss import IGNORED
 from model.packing import document_index
 from pipeline.data.mixture import Mixture
 from pipeline.data.shards import Dataset
 
-IGNORED = -100  # the label that carries no loss
 Request = tuple[int, int, int]  # first unit, number of units, sequence length
 
 
