@@ -21,8 +21,12 @@ from typing import Any
 NOT_DECISIVE = (  # keys of train that change no weight
     "activation_checkpointing",
     "checkpoint_every_tokens",
+    "compare_replicas_every_steps",
+    "hang_timeout_seconds",
     "keep_checkpoints",
+    "keep_checkpoints_every_tokens",
     "log_every_steps",
+    "max_checkpoint_failures",
     "max_skipped_steps",
     "statistics_every_steps",
     "validate_every_tokens",
@@ -80,6 +84,8 @@ class DataConfig:
     mixture_block: int = 1024  # units over which a blend's fractions hold
     executor: str = "mmap"  # who reads shards in training: mmap, or ray (Ray Data, slow storage)
     seed: int = 0
+    skip: tuple[int, ...] = ()  # steps that pass without an update; may change on resume
+    block: tuple[str, ...] = ()  # shards whose units weigh nothing; may change on resume
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,13 @@ class TrainConfig:
     statistics_every_steps: int = 0
     activation_checkpointing: str = "none"
     max_skipped_steps: int = 10
+    spike_window: int = 128  # steps that a step's loss and gradient norm are compared with
+    spike_threshold: float = 0.0  # robust sigmas above the median that skip a step; 0: none
+    keep_checkpoints_every_tokens: int = 0  # those that stay beside the last ones; 0: none
+    max_checkpoint_failures: int = 3  # failed saves in a row that end the run
+    compare_replicas_every_steps: int = 100  # beside each checkpoint; 0: only there
+    hang_timeout_seconds: float = 1200.0  # without progress, before a rank gives up; 0: never
+    fork_from: str | None = None  # <run>@<step>: start from the whole state of another run
 
 
 @dataclass(frozen=True)
@@ -166,6 +179,16 @@ class EvalsConfig:
     tasks: tuple[str, ...] = ("continuation",)
     num_questions: int = 300
     batch_size: int = 32
+
+
+@dataclass(frozen=True)
+class FidelityConfig:
+    """What `compare fidelity` measures, and on which checkpoints of a run."""
+
+    steps: tuple[int, ...] = ()  # of the checkpoints; none: the newest
+    recipes: tuple[str, ...] = ("nvfp4",)
+    num_batches: int = 2  # held-out micro-batches
+    num_draws: int = 64  # of each stochastic rounding
 
 
 @dataclass(frozen=True)
@@ -203,8 +226,10 @@ class Config:
     evals: EvalsConfig
     tracking: TrackingConfig
     cluster: ClusterConfig
+    fidelity: FidelityConfig = FidelityConfig()
     run: str | None = None  # the id or `latest`: what eval, report and status work on
     resume: str | bool = False  # true, or the id of the run to go on with
+    name: str | None = None  # a stable id: the same command again goes on with the same run
     experiment: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -220,8 +245,26 @@ class Config:
         }
         for name in NOT_DECISIVE:
             decisive["train"].pop(name)
-        decisive["data"].pop("executor")
+        for name in ("executor", "skip", "block"):  # the checkpoint keeps account of the last two
+            decisive["data"].pop(name)
         return digest(decisive)
+
+
+def differences(
+    former: Any, present: Any, ignored: typing.Container[str] = (), path: str = ""
+) -> list[str]:
+    """The keys in which two configurations (plain types) differ, each with both values.
+
+    `ignored` are top-level keys, or full paths, that may differ.
+    """
+    if not (isinstance(former, dict) and isinstance(present, dict)):
+        return [] if former == present else [f"{path} ({former!r} then, {present!r} now)"]
+    found = []
+    for key in sorted(former.keys() | present.keys()):
+        inner = f"{path}.{key}" if path else key
+        if inner not in ignored:
+            found += differences(former.get(key), present.get(key), ignored, inner)
+    return found
 
 
 def digest(value: Any) -> str:
@@ -363,6 +406,12 @@ def _check_ranges(config: Config) -> None:
         "train.log_every_steps": (train.log_every_steps, 1, huge),
         "train.statistics_every_steps": (train.statistics_every_steps, 0, huge),
         "train.max_skipped_steps": (train.max_skipped_steps, 0, huge),
+        "train.spike_window": (train.spike_window, 4, huge),
+        "train.spike_threshold": (train.spike_threshold, 0, huge),
+        "train.keep_checkpoints_every_tokens": (train.keep_checkpoints_every_tokens, 0, huge),
+        "train.max_checkpoint_failures": (train.max_checkpoint_failures, 1, huge),
+        "train.compare_replicas_every_steps": (train.compare_replicas_every_steps, 0, huge),
+        "train.hang_timeout_seconds": (train.hang_timeout_seconds, 0, huge),
         "data.holdout_fraction": (data.holdout_fraction, tiny, 1 - 1e-12),
         "data.holdout_max_bytes": (data.holdout_max_bytes, 0, huge),
         "data.shard_tokens": (data.shard_tokens, 1, huge),
@@ -370,6 +419,8 @@ def _check_ranges(config: Config) -> None:
         "data.seed": (data.seed, 0, 2**63 - 1),
         "evals.num_questions": (config.evals.num_questions, 1, huge),
         "evals.batch_size": (config.evals.batch_size, 1, huge),
+        "fidelity.num_batches": (config.fidelity.num_batches, 1, huge),
+        "fidelity.num_draws": (config.fidelity.num_draws, 2, 2**20),
         "cluster.workers": (cluster.workers, 0, huge),
         "cluster.cpus_per_worker": (cluster.cpus_per_worker, 0, huge),
         "cluster.gpus_per_worker": (cluster.gpus_per_worker, 0, huge),
@@ -382,7 +433,11 @@ def _check_ranges(config: Config) -> None:
         if not low <= number <= high:
             bound = f"at least {low:g}" if high == huge else f"between {low:g} and {high:g}"
             raise ConfigError(f"{name}: must be {bound}, got {number}")
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", data.name):
-        raise ConfigError(
-            f"data.name={data.name!r}: it names a folder; use letters, digits, '.', '_' and '-'"
-        )
+    names = {"data.name": data.name} | ({"name": config.name} if config.name else {})
+    for key, name in names.items():
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
+            raise ConfigError(
+                f"{key}={name!r}: it names a folder; use letters, digits, '.', '_' and '-'"
+            )
+    if config.name in {"data", "latest", "mlartifacts"}:
+        raise ConfigError(f"name={config.name}: taken for other things; choose another")

@@ -72,6 +72,8 @@ class Follower:
             self._offset = offset
             if item["kind"] == "train":
                 record = item
+            if "note" in item:
+                tqdm.write(item["note"])
         if record is None:
             return
         values = record["metrics"]

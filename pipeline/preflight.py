@@ -10,19 +10,22 @@ from pathlib import Path
 from pipeline.config import Config, ConfigError, nearest
 from pipeline.data.prepare import check as check_data
 from pipeline.data.tokenizer import load_tokenizer, vocab_size_of
-from pipeline.runs import root_folder
+from pipeline.runs import RunFolder, root_folder
 
 MINIMUM_FREE_BYTES = 500_000_000
 
 
-def check(config: Config, stages: tuple[str, ...]) -> None:
-    """Raise one `ConfigError` that lists all that is wrong or missing for these stages."""
+def check(config: Config, stages: tuple[str, ...], run: RunFolder | None = None) -> None:
+    """Raise one `ConfigError` that lists all that is wrong or missing for these stages.
+
+    run: the one to go on with; None for a fresh one.
+    """
     problems = [
         *_caught(lambda: _check_root(root_folder(config))),
         *_caught(lambda: check_data(config.data)),
         *_caught(lambda: _check_vocabulary(config)),
         *_caught(lambda: _check_tasks(config)),
-        *_caught(lambda: _check_training(config)),
+        *_caught(lambda: _check_schedule(config, run)),
     ]
     if "train" in stages and not problems:
         problems += _caught(lambda: _check_precision(config))
@@ -59,10 +62,18 @@ def _check_root(root: Path) -> None:
         )
 
 
-def _check_training(config: Config) -> None:
+def _check_schedule(config: Config, run: RunFolder | None) -> None:
     from pipeline.train.schedule import Schedule
 
-    Schedule.of(config.train, tuple(config.data.sources))
+    if config.train.fork_from:
+        from pipeline.lineage import fork, schedule_of
+
+        if run:
+            schedule_of(config, run)
+        else:
+            fork(config)
+    else:
+        Schedule.of(config.train, tuple(config.data.sources))
 
 
 def _check_vocabulary(config: Config) -> None:
@@ -93,7 +104,7 @@ def _check_precision(config: Config) -> None:
     """The model's shapes and the recipe fit, found on a model without memory."""
     import torch
 
-    from pipeline.train.loop import build_model, build_recipe
+    from pipeline.train.build import build_model, build_recipe
     from quant import apply_recipe
 
     try:

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from pipeline.config import Config, ConfigError, nearest
+import yaml
+
+from pipeline.config import Config, ConfigError, from_dict, nearest
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,16 @@ class RunFolder:
     def metrics(self) -> Path:
         """Metrics by step, one JSON object a line: the source of truth that MLflow is fed from."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def stop(self) -> Path:
+        """Appears where someone asks the run to stop; see `pipeline.train.stopping`."""
+        return self.path / ".stop"
+
+    @property
+    def hang(self) -> Path:
+        """What the watchdog of the last rank that gave up had to say."""
+        return self.path / "HANG.txt"
 
     @property
     def checkpoints(self) -> Path:
@@ -64,6 +76,11 @@ class RunFolder:
     @property
     def figures(self) -> Path:
         return self.path / "figures"
+
+    @property
+    def fidelity(self) -> Path:
+        """What `compare fidelity` measured, three files a checkpoint."""
+        return self.path / "fidelity"
 
     @property
     def failure(self) -> Path:
@@ -108,11 +125,35 @@ def find_run(root: Path, run: str) -> RunFolder:
     return matches[0]
 
 
+def load_config(run: RunFolder) -> Config:
+    """A run's own configuration. Raises `ConfigError` where this version cannot read it."""
+    try:
+        raw = yaml.safe_load(run.config.read_text())
+        return from_dict(raw if isinstance(raw, dict) else {})
+    except (ConfigError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{run.config}: not a configuration that this version reads ({error})"
+        ) from error
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that a reader, or a crash, sees the old one or the new one, whole."""
     beside = path.with_name(f".{path.name}.partial")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
+
+
+def is_locked(run: RunFolder) -> bool:
+    """Whether a process works on the run."""
+    lock = run.path / ".lock"
+    if not lock.is_file():
+        return False
+    with lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 @contextlib.contextmanager

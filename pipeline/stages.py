@@ -71,9 +71,9 @@ def train(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
     """Train to the end of the schedule; a run that was interrupted goes on."""
     from pipeline.data.shards import Dataset, verify
     from pipeline.follow import Follower
+    from pipeline.lineage import schedule_of
     from pipeline.train import checkpoint
     from pipeline.train.driver import train_on_workers
-    from pipeline.train.schedule import Schedule
 
     folder = dataset_folder(config, run)
     dataset = Dataset.open(folder)
@@ -83,7 +83,7 @@ def train(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
             f"{dataset.vocab_size}"
         )
     verify(dataset, deep=_size(folder) < VERIFY_BYTES)
-    schedule = Schedule.of(config.train, tuple(config.data.sources))
+    schedule = schedule_of(config, run)
     overview = describe_training(config, dataset, schedule)
     update_results(run, overview["results"])
     print("\n".join(overview["lines"]), flush=True)
@@ -112,7 +112,7 @@ def describe_training(config: Config, dataset: Any, schedule: Any) -> dict[str, 
     import torch
 
     from model.backends import paths
-    from pipeline.train.loop import build_mixture, build_model, build_recipe
+    from pipeline.train.build import build_mixture, build_model, build_recipe
     from quant import apply_recipe
 
     build_mixture(config, schedule, dataset)  # a blend that cannot be had stops here
@@ -148,7 +148,7 @@ def evaluate(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]
     from pipeline.data.shards import Dataset
     from pipeline.evaluate import evaluate as evaluate_model
     from pipeline.train import checkpoint
-    from pipeline.train.loop import build_model, build_recipe
+    from pipeline.train.build import build_model, build_recipe
     from quant import apply_recipe
 
     found = checkpoint.latest(run.checkpoints)

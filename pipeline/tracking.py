@@ -61,7 +61,9 @@ class Tracker:
                 client.update_run(self.mlflow_run_id, status="RUNNING")
                 self.ship()
                 return
-            run = client.create_run(self._experiment(client), run_name=self._run.id)
+            run = client.create_run(
+                self._experiment(client), run_name=self._run.id, tags=_tags(self._run)
+            )
             self._state["run_id"] = run.info.run_id
             self._save_state()
             parameters = _as_parameters(self._config)
@@ -160,6 +162,22 @@ class Tracker:
 
     def _save_state(self) -> None:
         write_whole(self._state_file, json.dumps(self._state))
+
+
+def _tags(run: RunFolder) -> dict[str, str]:
+    """What ties a forked run to its parent: MLflow shows it below that one."""
+    file = run.path / "lineage.json"
+    if not file.is_file():
+        return {}
+    lineage = json.loads(file.read_text())
+    tags = {
+        "fork.run": lineage["parent"],
+        "fork.step": str(lineage["step"]),
+        "fork.difference": "; ".join(lineage["difference"])[:5000],
+    }
+    if lineage["mlflow_parent"]:
+        tags["mlflow.parentRunId"] = lineage["mlflow_parent"]
+    return tags
 
 
 def _as_metrics(record: Mapping[str, Any]) -> list[Any]:

@@ -1,8 +1,8 @@
 """What each verb of the command line does, given the composed configuration.
 
-`run`, `prepare` and `train` start a run (or resume one); `eval`, `report`, `status` and `track`
-work on a run that exists, with its own configuration: only `evals` and `tracking` may be
-overridden there.
+`run`, `prepare` and `train` start a run (or resume one); `eval`, `report`, `compare fidelity`,
+`status` and `track` work on a run that exists, with its own configuration: only `evals`, `fidelity`
+and `tracking` may be overridden there.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from typing import Any
 
 import yaml
 
-from pipeline.config import Config, ConfigError, PermanentError, from_dict
+from pipeline.config import Config, ConfigError, PermanentError, differences, from_dict
 from pipeline.runs import (
     RunFolder,
     find_run,
     list_runs,
+    load_config,
     locked,
     new_run_id,
     root_folder,
     write_whole,
 )
 
-OVERRIDABLE = ("evals", "tracking", "root", "run")
+OVERRIDABLE = ("evals", "fidelity", "tracking", "root", "run")
 
 
 def run(raw: dict[str, Any], overrides: list[str]) -> None:
@@ -61,6 +62,23 @@ def report(raw: dict[str, Any], overrides: list[str]) -> None:
     _work(config, found, ("report",), again=True)
 
 
+def compare_fidelity(raw: dict[str, Any], overrides: list[str]) -> None:
+    """How far each recipe is from BF16, on checkpoints of an existing run."""
+    from pipeline.compare import fidelity
+    from pipeline.stages import tracker_safely
+    from pipeline.tracking import Tracker
+
+    config, found = _existing(raw, overrides)
+    tracker = Tracker(config, root_folder(config), found)
+    with locked(found):
+        tracker.start()
+        try:
+            fidelity(config, found)
+            tracker_safely(lambda: tracker.log_files(found.fidelity))
+        finally:
+            tracker_safely(lambda: tracker.finish(_mlflow_status(found)))
+
+
 def track(raw: dict[str, Any], overrides: list[str]) -> None:
     """Send to the tracking store what a run could not send."""
     from pipeline.tracking import Tracker
@@ -88,17 +106,26 @@ def status(raw: dict[str, Any], overrides: list[str]) -> None:
 def _run(config: Config, stages: tuple[str, ...]) -> None:
     from pipeline.preflight import check
 
-    check(config, stages)
-    found = _resumed(config) if config.resume else None
+    found = _former(config)
+    check(config, stages, found)
     if found is None:
         label = config.experiment or config.precision.recipe
-        found = RunFolder(root_folder(config) / new_run_id(label))
+        found = RunFolder(root_folder(config) / (config.name or new_run_id(label)))
     _work(config, found, stages, again=False)
 
 
-def _resumed(config: Config) -> RunFolder:
-    """The run that `resume` names; it must have this configuration. Raises `ConfigError`."""
-    found = _named(config)
+def _former(config: Config) -> RunFolder | None:
+    """The run to go on with, which must have this configuration; None for a fresh one.
+
+    Raises `ConfigError`.
+    """
+    named = RunFolder(root_folder(config) / config.name) if config.name else None
+    if config.resume:
+        found = _resumed(config)
+    elif named and named.config.is_file():
+        found = _of_this_configuration(config, named)
+    else:
+        return None
     if found.failure.is_file():
         error = json.loads(found.failure.read_text())["error"]
         raise ConfigError(
@@ -108,18 +135,24 @@ def _resumed(config: Config) -> RunFolder:
     return found
 
 
-def _named(config: Config) -> RunFolder:
+def _of_this_configuration(config: Config, found: RunFolder) -> RunFolder:
+    former = load_config(found)
+    if former.fingerprint() != config.fingerprint():
+        ignored = {"resume", "run", "root", "stages", "evals", "fidelity", "tracking", "cluster", "name"}
+        differing = differences(former.to_dict(), config.to_dict(), ignored)
+        raise ConfigError(
+            f"run {found.id}: the configuration differs from that run's in "
+            f"{', '.join(differing)}; give the same overrides as then, or start a child of it: "
+            f"train.fork_from={found.id}@<step>"
+        )
+    return found
+
+
+def _resumed(config: Config) -> RunFolder:
+    """The run that `resume` names, or with `true` the newest unfinished one of this kind."""
     root = root_folder(config)
     if config.resume is not True:
-        found = find_run(root, str(config.resume))
-        former = _load_config(found)
-        if former.fingerprint() != config.fingerprint():
-            raise ConfigError(
-                f"resume={found.id}: the configuration differs from that run's in "
-                f"{', '.join(_differences(former.to_dict(), config.to_dict()))}; give the same "
-                "overrides as then"
-            )
-        return found
+        return _of_this_configuration(config, find_run(root, str(config.resume)))
     for found in reversed(list_runs(root)):
         if _status(found) != "finished" and _is_of(found, config.fingerprint()):
             return found
@@ -139,7 +172,11 @@ def _work(config: Config, found: RunFolder, stages: tuple[str, ...], *, again: b
 
     fresh = not found.config.is_file()
     if fresh:
-        found.path.mkdir(parents=True)
+        found.path.mkdir(parents=True, exist_ok=True)
+        if config.train.fork_from:
+            from pipeline.lineage import fork, write_lineage
+
+            write_lineage(found, fork(config))
         write_whole(found.config, yaml.safe_dump(config.to_dict(), sort_keys=False))
     tracker = Tracker(config, root_folder(config), found)
     with locked(found):
@@ -166,7 +203,8 @@ def _work(config: Config, found: RunFolder, stages: tuple[str, ...], *, again: b
             status = "finished"
         except (KeyboardInterrupt, SystemExit):  # Ray's own handler of an interrupt exits
             status = "interrupted"
-            print(f"\ninterrupted; go on with the same command and resume={found.id}")
+            how = "the same command" if config.name else f"the same command and resume={found.id}"
+            print(f"\ninterrupted; go on with {how}")
             raise KeyboardInterrupt from None
         except PermanentError as error:
             found.failure.write_text(json.dumps({"error": str(error)}))
@@ -190,30 +228,19 @@ def _existing(raw: dict[str, Any], overrides: list[str]) -> tuple[Config, RunFol
     if composed.run is None:
         raise ConfigError("run: name the run: run=<id> or run=latest")
     found = find_run(root_folder(composed), composed.run)
-    own, now = _load_config(found).to_dict(), composed.to_dict()
+    own, now = load_config(found).to_dict(), composed.to_dict()
     for override in overrides:
         section, _, key = override.lstrip("+~").partition("=")[0].partition(".")
         if section in {"evals", "tracking"}:
             own[section] = {**own[section], key: now[section][key]} if key else now[section]
-    own["root"] = composed.root
+    own |= {"root": now["root"], "fidelity": now["fidelity"]}
     return from_dict(own), found
-
-
-def _load_config(found: RunFolder) -> Config:
-    """A run's own configuration. Raises `ConfigError` where this version cannot read it."""
-    try:
-        raw = yaml.safe_load(found.config.read_text())
-        return from_dict(raw if isinstance(raw, dict) else {})
-    except (ConfigError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{found.config}: not a configuration that this version reads ({error})"
-        ) from error
 
 
 def _is_of(found: RunFolder, fingerprint: str) -> bool:
     """Whether a run has that configuration; one that cannot be read has not."""
     try:
-        return _load_config(found).fingerprint() == fingerprint
+        return load_config(found).fingerprint() == fingerprint
     except ConfigError:
         return False
 
@@ -229,22 +256,6 @@ def _status(found: RunFolder) -> str:
 
 def _mlflow_status(found: RunFolder) -> str:
     return {"finished": "FINISHED", "interrupted": "KILLED"}.get(_status(found), "FAILED")
-
-
-def _differences(former: Any, present: Any, path: str = "") -> list[str]:
-    """The keys in which two configurations differ."""
-    if isinstance(former, dict) and isinstance(present, dict):
-        keys = sorted(former.keys() | present.keys())
-        ignored = {"resume", "run", "root", "stages", "evals", "tracking", "cluster"}
-        return [
-            difference
-            for key in keys
-            if path or key not in ignored
-            for difference in _differences(
-                former.get(key), present.get(key), f"{path}.{key}" if path else key
-            )
-        ]
-    return [] if former == present else [f"{path} ({former!r} then, {present!r} now)"]
 
 
 def _print_end(config: Config, found: RunFolder, uri: str) -> None:

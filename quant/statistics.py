@@ -46,6 +46,10 @@ class Statistics:
         """Take statistics during the next step that begins."""
         self._requested = True
 
+    def restart(self) -> None:
+        """Take statistics from now on, of the step under way."""
+        self.active, self._sums = True, {}
+
     def begin(self, step: int) -> None:
         """Turn on or off for `step`; further micro-batches of one step change nothing."""
         if step == self._step:

@@ -101,6 +101,13 @@ class Dataset:
             tokens_UT[unit] = self.read(source, row * unit_length, unit_length + 1)
         return tokens_UT
 
+    def shards_of(self, source: str, start: int, count: int) -> list[str]:
+        """Names of the shards that hold tokens start .. start + count - 1 of a source's stream."""
+        borders = self._borders[source]
+        first = int(np.searchsorted(borders, start, side="right")) - 1
+        last = int(np.searchsorted(borders, start + count - 1, side="right")) - 1
+        return [shard["file"] for shard in self._source(source)["shards"][first : last + 1]]
+
     def holdout(self, source: str) -> NDArray[np.unsignedinteger]:
         """The held-out token stream: documents chosen by hash. Reserved ones are not in it."""
         return _map(self.folder / self._source(source)["holdout"]["file"], self.dtype)
@@ -117,6 +124,12 @@ class Dataset:
     def token_bytes(self) -> NDArray[np.int64]:
         """Bytes of text that each id stands for [vocab_size]; 0 for special tokens."""
         return read_token_bytes(self.tokenizer_path)
+
+    @property
+    def shard_names(self) -> set[str]:
+        """File names of all training shards."""
+        entries = self.manifest["sources"].values()
+        return {shard["file"] for entry in entries for shard in entry["shards"]}
 
     @cached_property
     def _borders(self) -> dict[str, NDArray[np.int64]]:

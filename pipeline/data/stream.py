@@ -5,6 +5,7 @@ Legend: U units, B rows of a batch, T tokens of a row.
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -65,6 +66,29 @@ class MixtureStream:
         return make_batch(
             tokens_UT, source_U, self.dataset.eos_id, sequence_length, first_unit, num_units
         )
+
+    def without_shards(self, batch: Batch, shards: frozenset[str]) -> Batch:
+        """The batch with no label in the units that lie, in part or whole, in one of the shards.
+
+        The order of units stays as planned; blocked ones weigh nothing.
+        """
+        if not shards:
+            return batch
+        source_U, row_U = self.mixture.locate(
+            np.arange(batch.first_unit, batch.first_unit + batch.num_units)
+        )
+        blocked = [
+            not shards.isdisjoint(
+                self.dataset.shards_of(
+                    self.mixture.names[source], row * self.unit_length, self.unit_length + 1
+                )
+            )
+            for source, row in zip(source_U.tolist(), row_U.tolist(), strict=True)
+        ]
+        rows_per_unit = len(batch.labels_BT) // batch.num_units
+        blocked_B1 = torch.tensor(blocked).repeat_interleave(rows_per_unit)[:, None]
+        labels_BT = batch.labels_BT.masked_fill(blocked_B1, IGNORED)
+        return dataclasses.replace(batch, labels_BT=labels_BT)
 
     def iterate(
         self, requests: Iterable[Request], prefetch: int = 2, executor: str = "mmap"

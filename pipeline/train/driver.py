@@ -10,6 +10,7 @@ from typing import Any
 from pipeline.config import Config, ConfigError, PermanentError, from_dict
 from pipeline.ray_session import missing_resources, start_ray
 from pipeline.runs import RunFolder
+from pipeline.train.stopping import graceful_stop
 
 
 def train_on_workers(config: Config, run: RunFolder, dataset: Path) -> dict[str, Any]:
@@ -17,7 +18,8 @@ def train_on_workers(config: Config, run: RunFolder, dataset: Path) -> dict[str,
 
     Ray Train places, starts and restarts workers; a restarted worker finds the newest complete
     checkpoint in the run's folder by itself. Raises `ConfigError` where the cluster is smaller
-    than asked for, instead of waiting for ever.
+    than asked for, instead of waiting for ever, and `KeyboardInterrupt` where it was asked to stop
+    and has written its checkpoint.
     """
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -49,12 +51,15 @@ def train_on_workers(config: Config, run: RunFolder, dataset: Path) -> dict[str,
             failure_config=FailureConfig(max_failures=cluster.max_failures),
         ),
     )
-    result: Any = trainer.fit()  # its type in Ray's stubs lacks the return value
+    with graceful_stop(run.stop):
+        result: Any = trainer.fit()  # its type in Ray's stubs lacks the return value
     outcome = result.return_value
     if "mistake" in outcome:
         raise ConfigError(outcome["mistake"])
     if "permanent" in outcome:
         raise PermanentError(outcome["permanent"])
+    if outcome["stopped"]:
+        raise KeyboardInterrupt
     return outcome
 
 
@@ -70,12 +75,20 @@ def _train_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     config = from_dict(arguments["config"])
     device = str(ray.train.torch.get_device()) if config.cluster.gpus_per_worker else "cpu"
     run, dataset = RunFolder(Path(arguments["run"])), Path(arguments["dataset"])
+    preempted = _preempted if config.cluster.workers else None
     try:
-        return Trainer(config, run, dataset, device).fit()
+        return Trainer(config, run, dataset, device, preempted).fit()
     except ConfigError as error:
         return {"mistake": str(error)}
     except PermanentError as error:
         return {"permanent": str(error)}
+
+
+def _preempted() -> bool:
+    """Whether Ray has notice that a worker's node will be taken away. A barrier of all workers."""
+    import ray.train
+
+    return ray.train.get_preemption_info() is not None
 
 
 def require_resources(config: Config) -> None:

@@ -1,94 +1,76 @@
 """The training loop of one worker: the same code in one process, on two CPUs or on a cluster.
 
 Ray Train launches it; state is ours. Everything that the next step depends on is in the checkpoint:
-weights, optimizer, the step (which gives the next unit of the mixture and the rounding keys), and
-the fingerprints of data, schedule and recipe, which must agree before a run goes on.
+weights, optimizer, the step (which gives the next unit of the mixture and the rounding keys), the
+window of past losses, what was left out, and the fingerprints of data, schedule and recipe, which
+must agree before a run goes on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import secrets
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from evals.domains import domain_loss
-from model import HybridModel, ModelConfig
-from pipeline.config import Config, ConfigError, PermanentError
-from pipeline.data.mixture import Mixture
+from pipeline.config import AROUND_A_RUN, Config, ConfigError, PermanentError, differences
 from pipeline.data.shards import Dataset
 from pipeline.data.stream import Batch, MixtureStream, validation_rows
+from pipeline.lineage import lineage_of, schedule_of
 from pipeline.runs import RunFolder
 from pipeline.train import checkpoint
+from pipeline.train.build import build_mixture, build_model, build_recipe
+from pipeline.train.checkpoint import Checkpoint, CheckpointError
+from pipeline.train.diagnosis import layers_at_fault, source_mix
+from pipeline.train.exclusions import Exclusions
 from pipeline.train.metrics import MetricsFile
 from pipeline.train.optim import build_optimizer, load_optimizer_tensors, optimizer_tensors
-from pipeline.train.schedule import Schedule
-from pipeline.train.step import StepResult, train_step
-from quant import Recipe, apply_recipe, named_recipe
-
-
-@dataclass(frozen=True)
-class Rank:
-    """This worker's place among the data-parallel ranks."""
-
-    index: int = 0
-    size: int = 1
-
-    @staticmethod
-    def current() -> Rank:
-        if dist.is_initialized():
-            return Rank(dist.get_rank(), dist.get_world_size())
-        return Rank()
-
-    def micro_batches(self, count: int) -> range:
-        """Indices within the global batch that this rank computes; equal data on any size."""
-        return range(self.index, count, self.size)
-
+from pipeline.train.parallel import Rank, differing_replicas, from_rank_0
+from pipeline.train.saver import Saver
+from pipeline.train.spikes import SpikeWindow
+from pipeline.train.step import MicroBatches, StepResult, train_step
+from pipeline.train.stopping import requested
+from pipeline.train.watchdog import Watchdog
+from quant import apply_recipe
 
 OPTIMIZER_CONSTANTS = ("weight_decay", "beta1", "beta2", "epsilon", "clip_norm")
+PREEMPTION_SECONDS = 5.0  # between two questions whether a node is being taken away
 
 
 class TooManySkippedStepsError(PermanentError):
     """More steps were skipped than `train.max_skipped_steps` allows: a permanent failure."""
 
 
-def build_model(config: Config, device: torch.device) -> HybridModel:
-    """The freshly initialized model, the same for the same seed on any number of ranks."""
-    shape = ModelConfig.from_dict(dataclasses.asdict(config.model))
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    checkpointing: Any = config.train.activation_checkpointing
-    return HybridModel(shape, dtype, checkpointing, config.seed).to(device)
-
-
-def build_recipe(config: Config) -> Recipe:
-    """The precision recipe with the configured BF16 blocks at both ends."""
-    ends = (config.precision.first, config.precision.last)
-    first, last = (end if 0 < end < 1 else int(end) for end in ends)
-    return named_recipe(config.precision.recipe).with_blocks(first, last)
-
-
-def build_mixture(config: Config, schedule: Schedule, dataset: Dataset) -> Mixture:
-    """The plan that orders the dataset's units."""
-    units = {name: dataset.num_units(name, schedule.unit_length) for name in dataset.sources}
-    return Mixture(
-        units, schedule.mixture_phases(), block=config.data.mixture_block, seed=config.data.seed
-    )
+class ReplicasDifferError(RuntimeError):
+    """Ranks no longer hold the same weights. Starting again from a checkpoint may help."""
 
 
 class Trainer:
-    """One worker's training: build, restore, run to the end of the schedule."""
+    """One worker's training: build, restore, run to the end of the schedule.
 
-    def __init__(self, config: Config, run: RunFolder, dataset_folder: Path, device: str) -> None:
+    `preempted` tells whether a node is about to be taken away; every rank asks it together.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunFolder,
+        dataset_folder: Path,
+        device: str,
+        preempted: Callable[[], bool] | None = None,
+    ) -> None:
         self.config, self.run, self.train = config, run, config.train
         self.rank = Rank.current()
         self.device = torch.device(device)
         self.dataset = Dataset.open(dataset_folder)
-        self.schedule = Schedule.of(config.train, tuple(config.data.sources))
+        self.lineage = lineage_of(run)
+        self.schedule = schedule_of(config, run)
         self.mixture = build_mixture(config, self.schedule, self.dataset)
         self.stream = MixtureStream(self.dataset, self.mixture, self.schedule.unit_length)
         self.model = build_model(config, self.device)
@@ -99,28 +81,65 @@ class Trainer:
         self.precision.statistics.every = config.train.statistics_every_steps
         self.optimizer = build_optimizer(self.model, config.train)
         self.token_bytes = self.dataset.token_bytes()
+        self.window = SpikeWindow(config.train.spike_window, config.train.spike_threshold)
+        self.exclusions = Exclusions()
         self.step = 0
         self.skipped = 0
+        self.failed_saves = 0  # in a row
         self.validation: dict[str, float] = {}
+        self.metrics = MetricsFile(run.metrics) if self.rank.index == 0 else None
+        self.watchdog = Watchdog(self.rank, config.train.hang_timeout_seconds, run.hang)
+        attempt = from_rank_0(secrets.token_hex(4))
+        self.saver = Saver(run.checkpoints, self.rank, attempt, self._checkpoint_stands)
+        self._preempted, self._asked_at = preempted, time.monotonic()
 
     def fit(self) -> dict[str, Any]:
-        """Train to the end, resuming from the newest complete checkpoint. Returns a summary."""
-        self._restore()
-        metrics = MetricsFile(self.run.metrics) if self.rank.index == 0 else None
-        for batches in self._steps(self.step):
-            result, seconds = self._timed_step(batches)
-            self.step += 1
-            if metrics and self.step % self.train.log_every_steps == 0:
-                self._log_step(metrics, result, seconds)
-            self._after_step(metrics)
-        if metrics:
-            metrics.close()
+        """Train to the end, resuming from the newest complete checkpoint. Returns a summary.
+
+        `stopped` in it tells that someone asked the run to stop before the end; a checkpoint of
+        the step it stopped at is written then.
+        """
+        with self.watchdog:
+            self._restore()
+            self._append("start", {"start/ranks": self.rank.size})
+            stopped = self._run_steps()
+            self._settle()
+            if self.failed_saves:
+                raise CheckpointError(
+                    f"step {self.step}: the last checkpoint could not be written; make room and "
+                    "resume the run"
+                )
+        if self.metrics:
+            self.metrics.close()
         return {
+            "stopped": stopped,
             "steps": self.step,
             "tokens": self.step * self.schedule.tokens_per_step,
             "skipped_steps": self.skipped,
             "validation": self.validation,
         }
+
+    # ---- Steps ----------------------------------------------------------------------------------
+
+    def _run_steps(self) -> bool:
+        """All steps that are left; whether they were cut short by a request."""
+        for batches in self._steps(self.step):
+            if self.step in self.schedule.boundaries():
+                self.window.clear()
+            stop = notice = False
+            if self.step in self.exclusions.skip:
+                self._note(f"step {self.step}: left out, as data.skip asks")
+                self.step += 1
+            else:
+                result, seconds = self._timed_step(batches)
+                stop, notice = (signal > 0 for signal in result.signals)
+                notice = notice and self._preempted is not None and self._preempted()
+                self.step += 1
+                self._log_step(result, seconds)
+            self._after_step(save_now=stop or notice)
+            if stop:
+                return self.step < self.schedule.num_steps
+        return False
 
     def _steps(self, first_step: int) -> Iterator[list[Batch]]:
         """This rank's micro-batches of each step, read ahead in the background."""
@@ -135,10 +154,11 @@ class Trainer:
             )
             for step in steps
             for index in owned
+            if step not in self.exclusions.skip
         )
         batches = self.stream.iterate(requests, executor=self.config.data.executor)
-        for _ in steps:
-            yield [next(batches) for _ in owned]
+        for step in steps:
+            yield [] if step in self.exclusions.skip else [next(batches) for _ in owned]
 
     def _timed_step(self, batches: list[Batch]) -> tuple[StepResult, float]:
         started = time.perf_counter()
@@ -156,61 +176,81 @@ class Trainer:
             step=step,
             learning_rate=self.schedule.learning_rate(step),
             clip_norm=self.train.clip_norm,
+            judge=self.window.judge,
+            signals=self._signals(),
+            before_sums=lambda: self.watchdog.reached(f"the sums of step {step}"),
         )
-        if not result.taken:
-            self.skipped += 1
-            if self.skipped > self.train.max_skipped_steps:
-                raise TooManySkippedStepsError(
-                    f"step {step}: {self.skipped} steps were skipped (loss {result.loss}, gradient "
-                    f"norm {result.grad_norm}, {result.nonfinite} non-finite quantizer inputs), "
-                    f"more than train.max_skipped_steps={self.train.max_skipped_steps}; look at "
-                    "the learning rate and at the data of these steps"
-                )
+        self.window.add(result.loss, result.grad_norm)
+        if result.skipped:
+            self._skipped(result, micro_batches)
         return result, time.perf_counter() - started
 
+    def _signals(self) -> tuple[float, float]:
+        """Rank 0's: whether to stop after this step, and whether to ask for preemption."""
+        if self.rank.index:
+            return 0.0, 0.0
+        due = self._preempted is not None and (
+            time.monotonic() - self._asked_at > PREEMPTION_SECONDS
+        )
+        if due:
+            self._asked_at = time.monotonic()
+        return float(requested(self.run.stop)), float(due)
+
+    def _skipped(self, result: StepResult, micro_batches: MicroBatches) -> None:
+        """Count a skipped step; too many are a permanent failure."""
+        self.skipped += 1
+        self._note(f"step {self.step}: skipped, {result.skipped}")
+        if self.skipped <= self.train.max_skipped_steps:
+            return
+        layers = layers_at_fault(self.model, self.precision, micro_batches, self.step)
+        phase = self.schedule.phase(self.step)
+        raise TooManySkippedStepsError(
+            f"step {self.step}: {self.skipped} steps were skipped, more than "
+            f"train.max_skipped_steps={self.train.max_skipped_steps}; this one for "
+            f"{result.skipped}. Phase {self.schedule.phase_index(self.step) + 1} of "
+            f"{len(self.schedule.phases)} ({phase.precision}, learning rate "
+            f"{self.schedule.learning_rate(self.step):.3g}), "
+            f"{source_mix(self.mixture.names, micro_batches)}. {layers}. Look at the learning rate "
+            f"and at the data: pipeline data at run={self.run.id} step={self.step}"
+        )
+
     def _on_device(self, batch: Batch) -> Batch:
+        batch = self.stream.without_shards(batch, self.exclusions.blocked(self.step))
         moved = {
             name: getattr(batch, name).to(self.device, non_blocking=True)
             for name in ("tokens_BT", "labels_BT", "seq_idx_BT")
         }
         return dataclasses.replace(batch, **moved)
 
-    def _log_step(self, metrics: MetricsFile, result: StepResult, seconds: float) -> None:
-        step = self.step - 1
-        values = {
-            "train/loss": result.loss,
-            "train/learning_rate": self.schedule.learning_rate(step),
-            "train/grad_norm": result.grad_norm,
-            "train/tokens_per_second": self.schedule.tokens_per_step / seconds,
-            "train/phase": self.schedule.phase_index(step),
-            "train/skipped_steps": self.skipped,
-        }
-        self._append(metrics, "train", values)
-
-    def _after_step(self, metrics: MetricsFile | None) -> None:
+    def _after_step(self, *, save_now: bool) -> None:
         statistics = self.precision.statistics.collect()
-        if metrics and statistics:
+        if statistics:
             named = {f"quant/{name}": value for name, value in statistics.items()}
-            self._append(metrics, "statistics", named)
+            self._append("statistics", named)
         last = self.step == self.schedule.num_steps
-        if last or self._is_due(self.train.validate_every_tokens):
+        if last or self._is_due(self.step, self.train.validate_every_tokens):
             self._require_finite_weights()
-            self._validate(metrics)
+            self._validate()
+            self.watchdog.reached(f"the validation after step {self.step}")
+        every = self.train.compare_replicas_every_steps
+        if every and self.step % every == 0:
+            self._compare_replicas()
         if (
-            last
+            save_now
+            or last
             or self.step in self.schedule.boundaries()
-            or self._is_due(self.train.checkpoint_every_tokens)
+            or self._is_due(self.step, self.train.checkpoint_every_tokens)
         ):
             self._save()
 
-    def _is_due(self, every_tokens: int) -> bool:
-        """Whether this step crossed a multiple of `every_tokens` (0: never)."""
+    def _is_due(self, step: int, every_tokens: int) -> bool:
+        """Whether the step before `step` crossed a multiple of `every_tokens` (0: never)."""
         if not every_tokens:
             return False
-        tokens = self.step * self.schedule.tokens_per_step
+        tokens = step * self.schedule.tokens_per_step
         return tokens // every_tokens > (tokens - self.schedule.tokens_per_step) // every_tokens
 
-    def _validate(self, metrics: MetricsFile | None) -> None:
+    def _validate(self) -> None:
         """Held-out loss in the recipe's precision and in BF16, of each domain and of all tokens."""
         values = {}
         names = self.dataset.sources
@@ -231,11 +271,33 @@ class Trainer:
                     nats, tokens = nats + domain.nats_sum, tokens + domain.tokens
             values[f"validation/loss_{label}"] = nats / max(tokens, 1)
             self.validation[label] = values[f"validation/loss_{label}"]
-        if metrics:
-            self._append(metrics, "validation", values)
+        self._append("validation", values)
 
-    def _append(self, metrics: MetricsFile, kind: str, values: dict[str, float]) -> None:
-        metrics.append(kind, self.step, self.step * self.schedule.tokens_per_step, values)
+    # ---- Records --------------------------------------------------------------------------------
+
+    def _log_step(self, result: StepResult, seconds: float) -> None:
+        if self.step % self.train.log_every_steps:
+            return
+        step = self.step - 1
+        values = {
+            "train/loss": result.loss,
+            "train/learning_rate": self.schedule.learning_rate(step),
+            "train/grad_norm": result.grad_norm,
+            "train/tokens_per_second": self.schedule.tokens_per_step / seconds,
+            "train/phase": self.schedule.phase_index(step),
+            "train/skipped_steps": self.skipped,
+        }
+        self._append("train", values)
+
+    def _append(self, kind: str, values: dict[str, float], note: str = "") -> None:
+        if self.metrics:
+            tokens = self.step * self.schedule.tokens_per_step
+            self.metrics.append(kind, self.step, tokens, values, note)
+
+    def _note(self, text: str) -> None:
+        self._append("note", {}, text)
+
+    # ---- State ----------------------------------------------------------------------------------
 
     def _identity(self, step: int) -> dict[str, Any]:
         """What must be the same for a checkpoint of `step` to be continued."""
@@ -249,6 +311,22 @@ class Trainer:
             "optimizer": [getattr(self.train, name) for name in OPTIMIZER_CONSTANTS],
         }
 
+    def _state(self) -> dict[str, Any]:
+        """All that a checkpoint holds beside tensors."""
+        tracking = self.run.path / "tracking.json"
+        return {
+            "identity": self._identity(self.step),
+            "skipped_steps": self.skipped,
+            "validation": self.validation,
+            "window": self.window.values,
+            "exclusions": self.exclusions.to_dict(),
+            "lineage": self.lineage.to_dict() if self.lineage else None,
+            "mlflow_run_id": json.loads(tracking.read_text())["run_id"]
+            if tracking.is_file()
+            else None,
+            "config": self.config.to_dict(),
+        }
+
     def _require_finite_weights(self) -> None:
         """No later step could be taken, and the checkpoint would displace a good one."""
         if not torch.isfinite(torch.nn.utils.get_total_norm(list(self.model.parameters()))):
@@ -257,51 +335,88 @@ class Trainer:
                 "train.learning_rate. Checkpoints written before stay in place"
             )
 
-    def _save(self) -> None:
-        self._require_finite_weights()
-        if self.rank.index == 0:
-            saved = checkpoint.save(
-                self.run.checkpoints,
-                self.step,
-                {
-                    "model": checkpoint.model_tensors(self.model),
-                    "optimizer": optimizer_tensors(self.model, self.optimizer),
-                },
-                {
-                    "identity": self._identity(self.step),
-                    "skipped_steps": self.skipped,
-                    "validation": self.validation,
-                    "config": self.config.to_dict(),
-                },
+    def _compare_replicas(self) -> None:
+        ranks = differing_replicas(self.model)
+        if ranks:
+            names = ", ".join(f"rank {rank}" for rank in ranks)
+            raise ReplicasDifferError(
+                f"step {self.step}: the weights of {names} differ from the other ranks'; a memory "
+                "or network fault, or an operation that is not deterministic"
             )
-            checkpoint.prune(saved, self.train.keep_checkpoints)
-        if self.rank.size > 1:
-            dist.barrier()
 
-    def _agreed_checkpoint(self) -> checkpoint.Checkpoint | None:
-        """The checkpoint that rank 0 finds: storage may not show all ranks the same one."""
-        found = checkpoint.latest(self.run.checkpoints) if self.rank.index == 0 else None
-        if self.rank.size > 1:
-            shared = [found]
-            dist.broadcast_object_list(shared)
-            found = shared[0]
-        return found
+    def _save(self) -> None:
+        """Start writing a checkpoint of the present step."""
+        self._require_finite_weights()
+        self._compare_replicas()
+        self._settle()
+        groups = {
+            "model": checkpoint.model_tensors(self.model),
+            "optimizer": optimizer_tensors(self.model, self.optimizer),
+        }
+        self.saver.save(self.step, groups, self._state())
+
+    def _settle(self) -> None:
+        """Wait for the checkpoint under way; too many failures in a row end the run."""
+        self.watchdog.reached(f"the checkpoint at step {self.step}")
+        error = self.saver.settle()
+        if not error:
+            self.failed_saves = 0
+            return
+        self.failed_saves += 1
+        self._note(f"step {self.step}: {error}")
+        if self.failed_saves >= self.train.max_checkpoint_failures:
+            raise CheckpointError(
+                f"step {self.step}: {self.failed_saves} checkpoints in a row could not be written "
+                f"(train.max_checkpoint_failures={self.train.max_checkpoint_failures}); {error}"
+            )
+
+    def _checkpoint_stands(self, saved: Checkpoint) -> None:
+        """Rank 0, in the saver's thread: remove checkpoints that are not kept."""
+        every, boundaries = self.train.keep_checkpoints_every_tokens, self.schedule.boundaries()
+        checkpoint.prune(
+            saved,
+            self.train.keep_checkpoints,
+            lambda step: step in boundaries or self._is_due(step, every),
+        )
 
     def _restore(self) -> None:
-        found = self._agreed_checkpoint()
-        if found is None:
-            return
-        identity = self._identity(found.step)
-        differing = [
-            key for key, value in identity.items() if found.state["identity"][key] != value
-        ]
-        if differing:
-            raise ConfigError(
-                f"{found.path} cannot be continued: its {', '.join(differing)} differ from this "
-                "configuration's; start a fresh run, or restore the former settings"
-            )
+        """Go on from the newest checkpoint, or from the parent's, or begin."""
+        # Rank 0 finds it: storage may not show all ranks the same one.
+        found = from_rank_0(
+            checkpoint.latest(self.run.checkpoints) if not self.rank.index else None
+        )
+        if found is not None:
+            self._check_identity(found)
+            self._load(found)
+        elif self.lineage:
+            parent = Path(self.lineage.checkpoint)
+            self._load(checkpoint.at_step(parent.parent, self.lineage.step))
+            self._save()  # from here on the child needs its parent no more
+        else:
+            self.exclusions = Exclusions().resumed(self.config.data, 0)
+
+    def _load(self, found: Checkpoint) -> None:
         checkpoint.load_model_tensors(self.model, found.tensors("model"))
         load_optimizer_tensors(self.model, self.optimizer, found.tensors("optimizer"))
+        state = found.state
         self.step = found.step
-        self.skipped = found.state["skipped_steps"]
-        self.validation = found.state["validation"]
+        self.skipped = state["skipped_steps"]
+        self.validation = state["validation"]
+        self.window.values = [(loss, norm) for loss, norm in state["window"]]
+        former = Exclusions.from_dict(state["exclusions"])
+        fork_step = self.lineage.step if self.lineage else 0
+        self.exclusions = former.resumed(self.config.data, self.step, fork_step=fork_step)
+
+    def _check_identity(self, found: Checkpoint) -> None:
+        """Raises `ConfigError` with what differs where the checkpoint is of another run."""
+        then = found.state["identity"]
+        differing = [key for key, value in self._identity(found.step).items() if then[key] != value]
+        if not differing:
+            return
+        keys = differences(found.state["config"], self.config.to_dict(), AROUND_A_RUN)
+        raise ConfigError(
+            f"{found.path} cannot be continued: its {', '.join(differing)} differ from this "
+            f"configuration's: {'; '.join(keys) or 'the corpus itself has changed'}. Restore the "
+            "former settings, start a fresh run, or go on as a child: "
+            f"train.fork_from={self.run.id}@{found.step}"
+        )

@@ -27,14 +27,19 @@ class MetricsFile:
         self._file = path.open("a+b")
         self._end_torn_line()
 
-    def append(self, kind: str, step: int, tokens: int, metrics: Mapping[str, float]) -> None:
-        record = {
+    def append(
+        self, kind: str, step: int, tokens: int, metrics: Mapping[str, float], note: str = ""
+    ) -> None:
+        """Write one record; `note` is text for the person who watches."""
+        record: dict[str, Any] = {
             "kind": kind,
             "step": step,
             "tokens": tokens,
             "time": time.time(),
             "metrics": dict(metrics),
         }
+        if note:
+            record["note"] = note
         self._file.write(json.dumps(record).encode() + b"\n")
         self._file.flush()
 

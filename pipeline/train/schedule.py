@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -39,6 +39,15 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Past:
+    """What a forked run takes over from its parent: the phases of the steps before `step`."""
+
+    step: int
+    phases: tuple[Phase, ...]
+    fingerprint: str  # the parent's, of these steps
+
+
+@dataclass(frozen=True)
 class Schedule:
     """The resolved schedule of a run. Build it with `Schedule.of`."""
 
@@ -51,17 +60,29 @@ class Schedule:
     final: float
     warmup_steps: int
     decay_start: int  # first step of the decay; num_steps where there is none
+    past: Past | None = None
 
     @staticmethod
-    def of(train: TrainConfig, sources: tuple[str, ...]) -> Schedule:
-        """Resolve `train.phases` over the named sources. Raises `ConfigError`."""
+    def of(train: TrainConfig, sources: tuple[str, ...], past: Past | None = None) -> Schedule:
+        """Resolve `train.phases` over the named sources. Raises `ConfigError`.
+
+        With a `past` the phases before its step are the parent's, and a phase begins at that step;
+        so does a decay that would have begun before, where the parent's rate was stable.
+        """
         tokens_per_step = train.global_batch * train.sequence_length
         num_steps = -(-train.tokens // tokens_per_step)
         starts = _starts(train, tokens_per_step)
         phases = _fill_in(train, starts, num_steps, sources)
         decays = [phase.start_step for phase in phases if phase.learning_rate == "decay"]
+        if past and past.phases[-1].learning_rate == "stable":  # no decay has begun before the fork
+            decays = [max(start, past.step) for start in decays]
+        if past and past.step >= num_steps:
+            raise ConfigError(
+                f"train.tokens={train.tokens} ends at step {num_steps}, not after the fork at step "
+                f"{past.step}; raise it"
+            )
         schedule = Schedule(
-            phases=phases,
+            phases=_after(past, phases) if past else phases,
             num_steps=num_steps,
             tokens_per_step=tokens_per_step,
             global_batch=train.global_batch,
@@ -70,6 +91,7 @@ class Schedule:
             final=train.final_learning_rate,
             warmup_steps=round(train.warmup_tokens / tokens_per_step),
             decay_start=decays[0] if decays else num_steps,
+            past=past,
         )
         if schedule.warmup_steps > schedule.decay_start:
             raise ConfigError(
@@ -116,14 +138,24 @@ class Schedule:
         Two schedules that agree so far may part later: a run can be extended or re-planned from
         a checkpoint on, but never continued under another past.
         """
-        past = [
+        first = self.past.step if self.past else 0
+        own = [
             [phase.start_step, dict(phase.blend), phase.sequence_length, phase.precision]
             for phase in self.phases
-            if phase.start_step < until_step
+            if first <= phase.start_step < until_step
         ]
-        head = json.dumps([self.global_batch, self.unit_length, past], sort_keys=True)
-        rates = self.learning_rates(np.arange(until_step)).astype("<f8")
+        inherited = [self.past.fingerprint] if self.past else []
+        head = json.dumps([self.global_batch, self.unit_length, own, *inherited], sort_keys=True)
+        rates = self.learning_rates(np.arange(first, until_step)).astype("<f8")
         return hashlib.sha256(head.encode() + rates.tobytes()).hexdigest()
+
+    def until(self, step: int) -> tuple[Phase, ...]:
+        """The phases of the steps before `step`, the last one cut there."""
+        return tuple(
+            replace(phase, end_step=min(phase.end_step, step))
+            for phase in self.phases
+            if phase.start_step < step
+        )
 
     def describe(self) -> list[dict[str, object]]:
         """The phases as plain values, for results and reports."""
@@ -139,6 +171,16 @@ class Schedule:
             }
             for index, phase in enumerate(self.phases)
         ]
+
+
+def _after(past: Past, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
+    """The parent's phases, then these from the fork on."""
+    own = [
+        replace(phase, start_step=max(phase.start_step, past.step))
+        for phase in phases
+        if phase.end_step > past.step
+    ]
+    return (*past.phases, *own)
 
 
 def _starts(train: TrainConfig, tokens_per_step: int) -> list[int]:

@@ -3,47 +3,95 @@
 The loss is the sum over valid tokens divided by their count in the whole global batch, over all
 micro-batches and ranks; so gradients do not depend on how a batch is cut. Whether the step is
 taken is decided from reduced numbers, the same on every rank, before the optimizer runs: a
-non-finite loss, gradient norm or quantizer input skips it everywhere.
+non-finite loss, gradient norm or quantizer input skips it everywhere, and so does an outlier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from model import HybridModel
 from pipeline.data.stream import Batch
+from pipeline.train.parallel import all_reduce, reduce_gradients
 from quant import Precision
+
+MicroBatches = Sequence[tuple[int, Batch]]
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step found. `taken` is False where it was skipped on every rank."""
+    """What a step found, the same on every rank.
+
+    skipped: why no update was made, in words; empty where one was.
+    signals: the sums over ranks of what each gave.
+    """
 
     loss: float  # nats a token, mean over the global batch
     grad_norm: float  # L2, before clipping
     num_valid: int  # tokens that count
     nonfinite: int  # non-finite elements that quantizers were given
-    taken: bool
+    skipped: str
+    signals: tuple[float, ...] = ()
+
+    @property
+    def taken(self) -> bool:
+        """Whether the optimizer ran."""
+        return not self.skipped
 
 
 def train_step(
     model: HybridModel,
     precision: Precision,
     optimizer: torch.optim.Optimizer,
-    micro_batches: Sequence[tuple[int, Batch]],
+    micro_batches: MicroBatches,
     *,
     step: int,
     learning_rate: float,
     clip_norm: float,
+    judge: Callable[[float, float], str] = lambda loss, grad_norm: "",
+    signals: Sequence[float] = (),
+    before_sums: Callable[[], None] = lambda: None,
 ) -> StepResult:
-    """Run one step over this rank's `micro_batches`, each with its index in the global batch."""
+    """Run one step over this rank's `micro_batches`, each with its index in the global batch.
+
+    Args:
+        judge: why a step of this (finite) loss and gradient norm is an outlier; "" if it is none.
+        signals: numbers of this rank's that ride along with the sums over ranks.
+        before_sums: called when this rank has its gradients, before it waits for the others.
+    """
+    loss, num_valid = forward_backward(model, precision, micro_batches, step)
+    before_sums()
+    gradients = _gradients(model)
+    reduce_gradients(gradients)
+    totals = torch.stack([loss, precision.nonfinite().to(loss), *map(loss.new_tensor, signals)])
+    all_reduce(totals)
+    loss_sum, nonfinite, *summed = totals.tolist()
+    norm = torch.nn.utils.get_total_norm(gradients)
+    grad_norm = float(norm)
+    skipped = _bad(loss_sum, grad_norm, int(nonfinite)) or judge(loss_sum, grad_norm)
+    if not skipped:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(loss_sum, grad_norm, num_valid, int(nonfinite), skipped, tuple(summed))
+
+
+def forward_backward(
+    model: HybridModel, precision: Precision, micro_batches: MicroBatches, step: int
+) -> tuple[Tensor, int]:
+    """Leave this rank's gradients in the parameters.
+
+    Returns its share of the global batch's mean loss (FP64 scalar), and the valid tokens of all
+    ranks.
+    """
     num_valid = _count_valid(micro_batches).to(next(model.parameters()).device)
-    _all_reduce(num_valid)
+    all_reduce(num_valid)
     loss = torch.zeros((), dtype=torch.float64, device=num_valid.device)
     for index, batch in micro_batches:
         precision.begin(step, index)
@@ -51,23 +99,22 @@ def train_step(
         scaled = loss_sum / num_valid.clamp(min=1)
         scaled.backward()
         loss += scaled.detach()
-    gradients = _gradients(model)
-    _reduce_gradients(gradients)
-    totals = torch.stack([loss, precision.nonfinite().to(loss)])
-    _all_reduce(totals)
-    grad_norm = torch.nn.utils.get_total_norm(gradients)
-    nonfinite = int(totals[1])
-    taken = bool(torch.isfinite(totals[0]) and torch.isfinite(grad_norm)) and nonfinite == 0
-    if taken:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return StepResult(float(totals[0]), float(grad_norm), int(num_valid), nonfinite, taken)
+    return loss, int(num_valid)
 
 
-def _count_valid(micro_batches: Sequence[tuple[int, Batch]]) -> Tensor:
+def _bad(loss: float, grad_norm: float, nonfinite: int) -> str:
+    """What is not finite, in words."""
+    bad = [
+        f"{name} {value}"
+        for name, value in (("loss", loss), ("gradient norm", grad_norm))
+        if not abs(value) < float("inf")
+    ]
+    if nonfinite:
+        bad.append(f"{nonfinite} non-finite quantizer inputs")
+    return ", ".join(bad)
+
+
+def _count_valid(micro_batches: MicroBatches) -> Tensor:
     counts = [(batch.labels_BT >= 0).sum() for _, batch in micro_batches]
     return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
 
@@ -78,19 +125,3 @@ def _gradients(model: HybridModel) -> list[Tensor]:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
-def _all_reduce(tensor: Tensor) -> None:
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(tensor)
-
-
-def _reduce_gradients(gradients: list[Tensor]) -> None:
-    """Sum FP32 gradients over ranks, as one flat buffer."""
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
-        return
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(flat)
-    parts = flat.split([gradient.numel() for gradient in gradients])
-    for gradient, part in zip(gradients, parts, strict=True):
-        gradient.copy_(part.view_as(gradient))

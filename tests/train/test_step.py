@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -44,7 +46,10 @@ def cut(whole: Batch, size: int) -> list[tuple[int, Batch]]:
 
 
 def run_step(
-    micro_batches: list[tuple[int, Batch]], recipe: str = "bf16", poison: bool = False
+    micro_batches: list[tuple[int, Batch]],
+    recipe: str = "bf16",
+    poison: bool = False,
+    **settings: Any,
 ) -> tuple[HybridModel, StepResult, dict[str, torch.Tensor]]:
     """A step from the same start; the weights before it come last."""
     model = HybridModel(SHAPE, seed=1)
@@ -55,7 +60,14 @@ def run_step(
             model.blocks[1].attention.qkv.weight[0, 0] = float("nan")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     result = train_step(
-        model, precision, optimizer, micro_batches, step=3, learning_rate=0.1, clip_norm=1.0
+        model,
+        precision,
+        optimizer,
+        micro_batches,
+        step=3,
+        learning_rate=0.1,
+        clip_norm=1.0,
+        **settings,
     )
     return model, result, before
 
@@ -109,3 +121,39 @@ def test_a_quantized_step_repeats_to_the_bit_and_not_at_another_index() -> None:
     ]
     assert all(same)
     assert not all(differs)
+
+
+def test_an_outlier_changes_nothing_and_its_reason_is_kept() -> None:
+    seen: list[tuple[float, float]] = []
+
+    def judge(loss: float, grad_norm: float) -> str:
+        seen.append((loss, grad_norm))
+        return "too high"
+
+    model, result, before = run_step(cut(batch(4), 2), judge=judge)
+    assert seen == [(result.loss, result.grad_norm)]
+    assert (result.taken, result.skipped) == (False, "too high")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
+def test_what_is_not_finite_is_named_and_not_judged() -> None:
+    def judge(loss: float, grad_norm: float) -> str:
+        raise AssertionError("asked about a step that is bad already")
+
+    result = run_step(cut(batch(4), 2), poison=True, judge=judge)[1]
+    assert "loss nan" in result.skipped
+    assert "gradient norm nan" in result.skipped
+    counted = run_step(cut(batch(4), 2), recipe="nvfp4_paper", poison=True)[1]
+    assert "non-finite quantizer inputs" in counted.skipped
+
+
+def test_signals_ride_along() -> None:
+    assert run_step(cut(batch(4), 2), signals=(1.0, 0.0))[1].signals == (1.0, 0.0)
+
+
+def test_an_all_ignored_batch_has_no_loss_and_no_gradient() -> None:
+    whole = batch(4)
+    whole.labels_BT.fill_(IGNORED)
+    _, result, _ = run_step(cut(whole, 2))
+    assert (result.loss, result.grad_norm, result.num_valid) == (0.0, 0.0, 0)

@@ -1,0 +1,38 @@
+"""What a run trains: model, recipe and mixture, from the configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from model import HybridModel, ModelConfig
+from pipeline.config import Config
+from pipeline.data.mixture import Mixture
+from pipeline.data.shards import Dataset
+from pipeline.train.schedule import Schedule
+from quant import Recipe, named_recipe
+
+
+def build_model(config: Config, device: torch.device) -> HybridModel:
+    """The freshly initialized model, the same for the same seed on any number of ranks."""
+    shape = ModelConfig.from_dict(dataclasses.asdict(config.model))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    checkpointing: Any = config.train.activation_checkpointing
+    return HybridModel(shape, dtype, checkpointing, config.seed).to(device)
+
+
+def build_recipe(config: Config) -> Recipe:
+    """The precision recipe with the configured BF16 blocks at both ends."""
+    ends = (config.precision.first, config.precision.last)
+    first, last = (end if 0 < end < 1 else int(end) for end in ends)
+    return named_recipe(config.precision.recipe).with_blocks(first, last)
+
+
+def build_mixture(config: Config, schedule: Schedule, dataset: Dataset) -> Mixture:
+    """The plan that orders the dataset's units."""
+    units = {name: dataset.num_units(name, schedule.unit_length) for name in dataset.sources}
+    return Mixture(
+        units, schedule.mixture_phases(), block=config.data.mixture_block, seed=config.data.seed
+    )

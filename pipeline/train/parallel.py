@@ -1,0 +1,86 @@
+"""Data-parallel ranks: who computes what, sums over all of them, and whether they still agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This worker's place among the data-parallel ranks."""
+
+    index: int = 0
+    size: int = 1
+
+    @staticmethod
+    def current() -> Rank:
+        if dist.is_initialized():
+            return Rank(dist.get_rank(), dist.get_world_size())
+        return Rank()
+
+    def micro_batches(self, count: int) -> range:
+        """Indices within the global batch that this rank computes; equal data on any size."""
+        return range(self.index, count, self.size)
+
+
+def several() -> bool:
+    """Whether there are other ranks."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def all_reduce(tensor: Tensor) -> None:
+    """Sum over ranks, in place."""
+    if several():
+        dist.all_reduce(tensor)
+
+
+def reduce_gradients(gradients: list[Tensor]) -> None:
+    """Sum FP32 gradients over ranks, as one flat buffer."""
+    if not several():
+        return
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat)
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def from_rank_0(value: Value) -> Value:
+    """Rank 0's value, on every rank."""
+    if not several():
+        return value
+    shared = [value]
+    dist.broadcast_object_list(shared)
+    return shared[0]
+
+
+def gathered(value: Value) -> list[Value]:
+    """Every rank's value, on every rank."""
+    if not several():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def differing_replicas(model: nn.Module) -> list[int]:
+    """Ranks whose parameters are not the bits of most ranks (of rank 0's, where two halves differ).
+
+    A hash of each parameter is compared, so any flipped bit shows.
+    """
+    if not several():
+        return []
+    own = torch.stack([torch.hash_tensor(parameter.detach()) for parameter in model.parameters()])
+    own = own.view(torch.int64)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    hashes = [tuple(hashes.tolist()) for hashes in gathered]
+    usual = max(hashes, key=hashes.count)
+    return [rank for rank, hashed in enumerate(hashes) if hashed != usual]
