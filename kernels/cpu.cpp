@@ -5,6 +5,9 @@
 // Legend: R rows, K columns. A unit is 16 neighbouring elements; blocks are whole units.
 
 #include "cpu_vectors.h"
+#ifdef __AVX2__
+#include "cpu_bf16.h"
+#endif
 
 namespace {
 
@@ -53,15 +56,6 @@ void random_units(const Random& random, uint64_t first, int64_t count, uint8_t* 
 
 // ---- Block scales -------------------------------------------------------------------------------
 
-struct ScaleRule {
-  int kind;      // Scale
-  int element;   // Element
-  int up;        // powers of two: 1 rounds up, 0 down
-  float first;   // NVFP4: power of two that x is multiplied by first, S_enc where it is capped
-  float rest;    // NVFP4: what remains of S_dec, 1 where S_enc is capped
-  float block;   // NVFP4: what a block's amax is multiplied by
-};
-
 // Scales of eight blocks and the factor (or, for free FP32 scales, the divisor) of their elements.
 struct Scales {
   i32x8 bits;
@@ -69,9 +63,8 @@ struct Scales {
 };
 
 inline Scales nvfp4_scales(f32x8 amax, const ScaleRule& rule) {
-  f32x8 wanted = min(amax * rule.block, splat(FLT_MAX));
-  auto scale = nearest<E4M3>(min(wanted, splat(448.0f)));
-  return {scale.code, min(1.0f / (scale.value * rule.rest), splat(FLT_MAX))};
+  const Nvfp4Scale scale = nvfp4_scale(amax, rule);
+  return {scale.code, min(1.0f / scale.decode, splat(FLT_MAX))};
 }
 
 inline Scales power_scales(f32x8 amax, const ScaleRule& rule) {
@@ -130,26 +123,13 @@ inline void encode_units(const float* x, const float* factors, bool divide,
 
 // Largest magnitude of each of eight units.
 inline f32x8 unit_amax(const float* x) {
-  f32x8 v[8], pairs[4], quads[2];
+  f32x8 v[8];
 #pragma GCC unroll 8
   for (int u = 0; u < 8; u++) {
     const f32x8 low = magnitude(load<f32x8>(x + u * UNIT));
     v[u] = max(magnitude(load<f32x8>(x + u * UNIT + 8)), max(low, f32x8{}));
   }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    const f32x8 a = v[2 * i], b = v[2 * i + 1];
-    pairs[i] = max(__builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13),
-                   __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15));
-  }
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; i++) {
-    const f32x8 a = pairs[2 * i], b = pairs[2 * i + 1];
-    quads[i] = max(__builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13),
-                   __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15));
-  }
-  return max(__builtin_shufflevector(quads[0], quads[1], 0, 1, 2, 3, 8, 9, 10, 11),
-             __builtin_shufflevector(quads[0], quads[1], 4, 5, 6, 7, 12, 13, 14, 15));
+  return largest_of_each(v, [](f32x8 a, f32x8 b) { return max(a, b); });
 }
 
 struct Job {
@@ -172,9 +152,10 @@ void store_scales(const Job& job, int64_t block, int blocks, const int32_t* bits
   }
 }
 
-// One row of blocks, `height` rows from `row`, in steps of `width` columns.
+// Columns [first, end) of one row of blocks, `height` rows from `row`, in steps of `width` columns.
 template <int DTYPE, int ELEMENT, bool STOCHASTIC>
-void quantize_rows(const Job& job, int64_t row, int height, int width) {
+void quantize_columns(const Job& job, int64_t row, int height, int64_t first, int64_t end,
+                      int width) {
   alignas(32) float buffer[MAX_BUFFER];
   alignas(32) float amax[MAX_UNITS], factor[MAX_UNITS];
   alignas(32) int32_t bits[MAX_UNITS];
@@ -182,8 +163,8 @@ void quantize_rows(const Job& job, int64_t row, int height, int width) {
   const int units_a_block = job.block_columns / UNIT;
   const int64_t blocks_a_row = (job.columns + job.block_columns - 1) / job.block_columns;
   const bool divide = job.rule.kind == FP32_FREE;
-  for (int64_t start = 0; start < job.columns; start += width) {
-    const int count = int(std::min<int64_t>(width, job.columns - start));
+  for (int64_t start = first; start < end; start += width) {
+    const int count = int(std::min<int64_t>(width, end - start));
     const int blocks = (count + job.block_columns - 1) / job.block_columns;
     const int units = (count + UNIT - 1) / UNIT;
     std::memset(amax, 0, sizeof amax);
@@ -230,6 +211,47 @@ void quantize_rows(const Job& job, int64_t row, int height, int width) {
   }
 }
 
+#ifdef __AVX2__
+// One row of blocks, BF16 to NVFP4 by nearest rounding: in 16-bit lanes where that is exact.
+template <int ROWS>
+void quantize_bf16_row(const Job& job, int64_t row) {
+  const int64_t blocks_a_row = (job.columns + UNIT - 1) / UNIT;
+  const int64_t whole = job.columns / GROUP * GROUP;
+  Step step;
+  for (int64_t start = 0; start < whole; start += CHUNK) {
+    const int groups = int(std::min<int64_t>(CHUNK, whole - start) / GROUP);
+    const int64_t element = row * job.columns + start;
+    const Place place = {(const uint16_t*)job.x + element, job.columns, job.codes + element / 2,
+                         (uint8_t*)job.scales + row * blocks_a_row + start / UNIT, blocks_a_row};
+    pack_bf16<ROWS>(place, job.rule, groups, step);
+    for (int g = 0; g < groups; g++) {
+      const int64_t first = start + g * GROUP;
+      if (step.regular[g]) continue;
+      quantize_columns<BF16, E2M1, false>(job, row, ROWS, first, first + GROUP, GROUP);
+    }
+  }
+  if (whole == job.columns) return;
+  quantize_columns<BF16, E2M1, false>(job, row, ROWS, whole, job.columns, GROUP);
+}
+
+// Whether there is a faster way for this row of blocks, and it was taken.
+template <int DTYPE, int ELEMENT, bool STOCHASTIC>
+bool quantize_short(const Job& job, int64_t row, int height) {
+  const bool nvfp4 = job.rule.kind == NVFP4 && job.block_columns == UNIT;
+  if (DTYPE != BF16 || ELEMENT != E2M1 || STOCHASTIC || !nvfp4 || job.rule.first != 1.0f) {
+    return false;
+  }
+  if (job.block_rows == 1) return quantize_bf16_row<1>(job, row), true;
+  if (height == UNIT) return quantize_bf16_row<UNIT>(job, row), true;
+  return false;
+}
+#else
+template <int DTYPE, int ELEMENT, bool STOCHASTIC>
+bool quantize_short(const Job&, int64_t, int) {
+  return false;
+}
+#endif
+
 template <int DTYPE, int ELEMENT, bool STOCHASTIC>
 void quantize_all(const Job& job, int threads) {
   const int width = std::min(CHUNK, MAX_BUFFER / job.block_rows);
@@ -239,8 +261,19 @@ void quantize_all(const Job& job, int threads) {
   for (int64_t i = 0; i < row_blocks; i++) {
     const int64_t row = i * job.block_rows;
     const int height = int(std::min<int64_t>(job.block_rows, job.rows - row));
-    quantize_rows<DTYPE, ELEMENT, STOCHASTIC>(job, row, height, width);
+    if (quantize_short<DTYPE, ELEMENT, STOCHASTIC>(job, row, height)) continue;
+    quantize_columns<DTYPE, ELEMENT, STOCHASTIC>(job, row, height, 0, job.columns, width);
   }
+}
+
+void quantize_any(const Job& job, int dtype, bool stochastic, int threads) {
+  const bool bf16 = dtype == BF16;
+  auto all = bf16 ? quantize_all<BF16, E2M1, false> : quantize_all<FP32, E2M1, false>;
+  if (stochastic) all = bf16 ? quantize_all<BF16, E2M1, true> : quantize_all<FP32, E2M1, true>;
+  if (job.rule.element == E4M3) {
+    all = bf16 ? quantize_all<BF16, E4M3, false> : quantize_all<FP32, E4M3, false>;
+  }
+  all(job, threads);
 }
 
 // ---- Dequantize ---------------------------------------------------------------------------------
@@ -352,24 +385,15 @@ void global_scales(const float* amax, float largest, float inverse_code, float* 
   std::memcpy(out, scales, sizeof scales);
 }
 
-// Codes and plain block scales of x [rows, columns]. `random` holds Philox's two key words and the
-// counter's last three, or is null for nearest rounding.
+// Codes and plain block scales of x [rows, columns], in a format without a global scale. `random`
+// holds Philox's two key words and the counter's last three, or is null for nearest rounding.
 void quantize(const void* x, int dtype, int64_t rows, int64_t columns, int element, int scale,
-              int up, int block_rows, int block_columns, float first, float rest, float block,
-              const uint32_t* random, int64_t offset, uint8_t* codes, void* scales, int threads) {
-  Job job = {x, rows, columns, block_rows, block_columns,
-             {scale, element, up, first, rest, block}, {}, offset, codes, scales};
+              int up, int block_rows, int block_columns, const uint32_t* random, int64_t offset,
+              uint8_t* codes, void* scales, int threads) {
+  const ScaleRule rule = {scale, element, up, 1.0f, 1.0f, 1.0f};
+  Job job = {x, rows, columns, block_rows, block_columns, rule, {}, offset, codes, scales};
   if (random) std::memcpy(&job.random, random, sizeof job.random);
-  if (element == E4M3) {
-    dtype == BF16 ? quantize_all<BF16, E4M3, false>(job, threads)
-                  : quantize_all<FP32, E4M3, false>(job, threads);
-  } else if (random) {
-    dtype == BF16 ? quantize_all<BF16, E2M1, true>(job, threads)
-                  : quantize_all<FP32, E2M1, true>(job, threads);
-  } else {
-    dtype == BF16 ? quantize_all<BF16, E2M1, false>(job, threads)
-                  : quantize_all<FP32, E2M1, false>(job, threads);
-  }
+  quantize_any(job, dtype, random, threads);
 }
 
 // Values code * scale * outer, `columns` a row, as BF16 or FP32.
@@ -386,10 +410,10 @@ void dequantize(const uint8_t* codes, const void* scales, int element, int scale
 // The largest magnitude of n elements, passing over NaN, and how many are NaN or infinite.
 void amax_and_nonfinite(const void* x, int dtype, int64_t n, float* amax, int64_t* nonfinite,
                         int threads) {
-  constexpr int64_t part = 1 << 16;
+  constexpr int64_t part = 1 << 16;  // taken one at a time, as a thread may come late
   Stats total = {0, 0};
   if (n < 4 * SERIAL) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
   for (int64_t start = 0; start < n; start += part) {
     Stats mine = stats_of(x, dtype, start, std::min(part, n - start));
 #pragma omp critical
@@ -397,5 +421,22 @@ void amax_and_nonfinite(const void* x, int dtype, int64_t n, float* amax, int64_
   }
   std::memcpy(amax, &total.amax, 4);
   *nonfinite = total.nonfinite;
+}
+
+// The same to NVFP4, from `amax`, or x's own where that is null; `decode` receives S_dec. For
+// `largest` and `inverse_code` see `global_scales`.
+void quantize_nvfp4(const void* x, int dtype, int64_t rows, int64_t columns, int block_rows,
+                    int block_columns, const float* amax, float largest, float inverse_code,
+                    const uint32_t* random, int64_t offset, uint8_t* codes, void* scales,
+                    float* decode, int threads) {
+  float own, s[5];
+  int64_t nonfinite;
+  if (!amax) amax_and_nonfinite(x, dtype, rows * columns, &own, &nonfinite, threads);
+  global_scales(amax ? amax : &own, largest, inverse_code, s);
+  *decode = s[1];
+  const ScaleRule rule = {NVFP4, E2M1, 0, s[3], s[4], s[2]};
+  Job job = {x, rows, columns, block_rows, block_columns, rule, {}, offset, codes, scales};
+  if (random) std::memcpy(&job.random, random, sizeof job.random);
+  quantize_any(job, dtype, random, threads);
 }
 }

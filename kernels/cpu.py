@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 _SOURCES = tuple(Path(__file__).with_name(f"cpu{part}.cpp") for part in ("", "_transpose"))
-_HEADER = Path(__file__).with_name("cpu_vectors.h")
+_HEADERS = tuple(Path(__file__).with_name(f"cpu_{part}.h") for part in ("bf16", "vectors"))
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-shared", "-fPIC")
 _DTYPES = {torch.bfloat16: 0, torch.float32: 1}
 _ELEMENTS = {"e2m1": 0, "e4m3": 1}
@@ -92,7 +92,7 @@ def _cache_folder() -> Path:
 
 def _fingerprint(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    sources = (path.read_text() for path in (*_SOURCES, _HEADER))
+    sources = (path.read_text() for path in (*_SOURCES, *_HEADERS))
     parts = (*sources, " ".join(_FLAGS), compiler, version.stdout, _cpu())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
@@ -118,7 +118,11 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     signatures: dict[str, list[Any]] = {
         "quantize": [
             pointer, integer, long, long, integer, integer, integer, integer, integer,
-            real, real, real, pointer, long, pointer, pointer, integer,
+            pointer, long, pointer, pointer, integer,
+        ],
+        "quantize_nvfp4": [
+            pointer, integer, long, long, integer, integer, pointer, real, real, pointer, long,
+            pointer, pointer, pointer, integer,
         ],
         "dequantize": [
             pointer, pointer, integer, integer, integer, long, long, real, integer, pointer,
@@ -192,17 +196,14 @@ def quantize(
     scale: str,
     scale_dtype: torch.dtype,
     scale_rounding: str,
-    factors: tuple[float, float, float],
     random: Sequence[int] | None,
     offset: int,
 ) -> tuple[Tensor, Tensor]:
-    """Codes and plain block scales of a matrix.
+    """Codes and plain block scales of a matrix in a format without a global scale.
 
     Args:
         x_RK: BF16, FP16 or FP32 on the CPU; an even K where element is "e2m1".
         element, block, scale, scale_dtype, scale_rounding: as in `quant.formats.Format`.
-        factors: NVFP4's power of two that comes first, the decode scale that remains, and the
-            multiplier of a block's amax; anything for the other formats.
         random: two key words and three counter words of Philox, or None for nearest rounding.
         offset: index of the first element in the counters.
 
@@ -224,7 +225,6 @@ def quantize(
         _scale_kind(scale, scale_rounding),
         int(scale_rounding == "up"),
         *block,
-        *factors,
         words,
         offset,
         codes.data_ptr(),
@@ -232,6 +232,49 @@ def quantize(
         torch.get_num_threads(),
     )
     return codes, scales
+
+
+def quantize_nvfp4(
+    x_RK: Tensor,
+    *,
+    block: tuple[int, int],
+    amax: Tensor | None,
+    largest_code: float,
+    random: Sequence[int] | None,
+    offset: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, plain block scales and the decode scale of a matrix in NVFP4, from one call.
+
+    Args:
+        x_RK, block, random, offset: as in `quantize`.
+        amax: FP32 scalar on the CPU that the global scale is made from; None takes x's own.
+        largest_code: as in `global_scales`.
+
+    Returns:
+        uint8 [R, K/2], float8_e4m3fn [R, B], FP32 scalar.
+    """
+    x_RK, dtype = _prepare(x_RK)
+    rows, columns = x_RK.shape
+    codes = torch.empty(rows, columns // 2, dtype=torch.uint8)
+    scales = torch.empty(rows, -(-columns // block[1]), dtype=torch.float8_e4m3fn)
+    decode = torch.empty((), dtype=torch.float32)
+    _library().quantize_nvfp4(
+        x_RK.data_ptr(),
+        dtype,
+        rows,
+        columns,
+        *block,
+        None if amax is None else amax.data_ptr(),
+        448 * largest_code,
+        1 / largest_code,
+        None if random is None else (ctypes.c_uint32 * 5)(*random),
+        offset,
+        codes.data_ptr(),
+        scales.data_ptr(),
+        decode.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return codes, scales, decode
 
 
 def dequantize(

@@ -62,26 +62,20 @@ inline void hadamard_tile(const float* x, const float* signs, uint16_t* out) {
   }
 }
 
-// The rows of a tile lie too far apart for the hardware to look ahead. A prefetch never faults.
-template <int DTYPE, bool WRITE>
-inline void prefetch_row(const void* x, int64_t start) {
-  constexpr int bytes = DTYPE == BF16 ? 2 : 4;
-  const char* p = (const char*)((uintptr_t)x + start * bytes);
-  for (int i = 0; i < TILE * bytes; i += 64) __builtin_prefetch(p + i, WRITE, 3);
-}
-
 template <int DTYPE, int SIZE>
 void hadamard_block(const void* x, int64_t T, int64_t K, int64_t padded_T, int64_t k, int columns,
                     const float* signs, uint16_t* y, Stats& of_x, Stats& of_y) {
   alignas(32) float tile[TILE * TILE];
   alignas(32) uint16_t out[TILE * TILE];
+  constexpr int row_bytes = TILE * (DTYPE == BF16 ? 2 : 4);
   std::memset(out, 0, sizeof out);
   for (int64_t t = 0; t < padded_T; t += TILE) {
     const int tokens = int(std::min<int64_t>(TILE, padded_T - t));
     const int present = int(std::clamp<int64_t>(T - t, 0, TILE));
     for (int r = 0; r < present; r++) {
-      prefetch_row<DTYPE, false>(x, (t + TILE + r) * K + k);
-      prefetch_row<BF16, true>(y, (k + r) * padded_T + t);
+      // Rows lie too far apart for the hardware to look ahead.
+      prefetch<row_bytes, false>(x, ((t + TILE + r) * K + k) * (row_bytes / TILE));
+      prefetch<2 * TILE, true>(y, ((k + r) * padded_T + t) * 2);
       load_row<DTYPE>(x, (t + r) * K + k, columns, TILE, tile + r * TILE);
     }
     std::fill(tile + present * TILE, tile + TILE * TILE, 0.0f);

@@ -60,6 +60,7 @@ inline f32x8 splat(float v) { return f32x8{v, v, v, v, v, v, v, v}; }
 inline i32x8 splat(int32_t v) { return i32x8{v, v, v, v, v, v, v, v}; }
 inline f32x8 magnitude(f32x8 v) { return (f32x8)((i32x8)v & 0x7fffffff); }
 inline i32x8 max(i32x8 a, i32x8 b) { return a > b ? a : b; }
+inline i16x16 max(i16x16 a, i16x16 b) { return a > b ? a : b; }
 
 // What compilers do not yet find by themselves for AVX2, and the same in general.
 #ifdef __AVX2__
@@ -156,6 +157,49 @@ inline i32x8 stochastic_e2m1(f32x8 magnitude, i32x8 random) {
   return (position + binade + random) >> 8;
 }
 
+// ---- Block scales -------------------------------------------------------------------------------
+
+struct ScaleRule {
+  int kind;      // Scale
+  int element;   // Element
+  int up;        // powers of two: 1 rounds up, 0 down
+  float first;   // NVFP4: power of two that x is multiplied by first, S_enc where it is capped
+  float rest;    // NVFP4: what remains of S_dec, 1 where S_enc is capped
+  float block;   // NVFP4: what a block's amax is multiplied by
+};
+
+// E4M3 codes of eight blocks, and what they and the tensor's scale decode by together.
+struct Nvfp4Scale {
+  i32x8 code;
+  f32x8 decode;
+};
+
+inline Nvfp4Scale nvfp4_scale(f32x8 amax, const ScaleRule& rule) {
+  f32x8 wanted = min(amax * rule.block, splat(FLT_MAX));
+  auto scale = nearest<E4M3>(min(wanted, splat(448.0f)));
+  return {scale.code, scale.value * rule.rest};
+}
+
+// The largest lane of each of eight vectors of eight.
+template <class V, class Max>
+inline V largest_of_each(const V (&v)[8], Max largest) {
+  V pairs[4], quads[2];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const V a = v[2 * i], b = v[2 * i + 1];
+    pairs[i] = largest(__builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13),
+                       __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    const V a = pairs[2 * i], b = pairs[2 * i + 1];
+    quads[i] = largest(__builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13),
+                       __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15));
+  }
+  return largest(__builtin_shufflevector(quads[0], quads[1], 0, 1, 2, 3, 8, 9, 10, 11),
+                 __builtin_shufflevector(quads[0], quads[1], 4, 5, 6, 7, 12, 13, 14, 15));
+}
+
 // ---- Amax and the count of NaN and infinity -----------------------------------------------------
 
 struct Stats {
@@ -163,32 +207,45 @@ struct Stats {
   int64_t nonfinite;
 };
 
+inline void merge(Stats& total, const Stats& part) {
+  total.amax = std::max(total.amax, part.amax);
+  total.nonfinite += part.nonfinite;
+}
+
 // I: signed integers of the element's width, V: a vector of them.
-template <class I, class V, I INFINITE>
-Stats stats(const void* x, int64_t n) {
-  constexpr int lanes = sizeof(V) / sizeof(I), step = 256 * lanes;  // a lane's count fits its type
-  constexpr I magnitude = std::numeric_limits<I>::max();
+template <class I, I INFINITE>
+Stats stats_one_by_one(const I* x, int64_t n) {
   Stats total = {0, 0};
-  const I* p = (const I*)x;
-  int64_t i = 0;
-  while (i + lanes <= n) {
-    V amax = {}, count = {};
-    for (const int64_t end = std::min(n - lanes, i + step - lanes); i <= end; i += lanes) {
-      V bits = load<V>(p + i) & magnitude;
-      V finite = bits > INFINITE ? V{} : bits;
-      count -= bits >= INFINITE;
-      amax = finite > amax ? finite : amax;
-    }
-    for (int lane = 0; lane < lanes; lane++) {
-      total.amax = std::max(total.amax, uint32_t(amax[lane]));
-      total.nonfinite += count[lane];
-    }
-  }
-  for (; i < n; i++) {
-    const I bits = p[i] & magnitude;
+  for (int64_t i = 0; i < n; i++) {
+    const I bits = x[i] & std::numeric_limits<I>::max();
     total.nonfinite += bits >= INFINITE;
     if (bits <= INFINITE) total.amax = std::max(total.amax, uint32_t(bits));
   }
+  return total;
+}
+
+// Finite numbers only take a maximum. The few others are counted where that finds one.
+template <class I, class V, I INFINITE>
+Stats stats(const void* x, int64_t n) {
+  constexpr int lanes = sizeof(V) / sizeof(I), step = 32 * lanes;
+  Stats total = {0, 0};
+  const I* p = (const I*)x;
+  int64_t i = 0;
+  for (; i + step <= n; i += step) {
+    V most[4] = {};
+    for (int j = 0; j < step; j += 4 * lanes) {
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; k++) {
+        most[k] = max(most[k], load<V>(p + i + j + k * lanes) & std::numeric_limits<I>::max());
+      }
+    }
+    const V all = max(max(most[0], most[1]), max(most[2], most[3]));
+    I amax = 0;
+    for (int lane = 0; lane < lanes; lane++) amax = std::max(amax, I(all[lane]));
+    merge(total, amax < INFINITE ? Stats{uint32_t(amax), 0}
+                                 : stats_one_by_one<I, INFINITE>(p + i, step));
+  }
+  merge(total, stats_one_by_one<I, INFINITE>(p + i, n - i));
   return total;
 }
 
@@ -204,12 +261,14 @@ inline Stats stats_of(const void* x, int dtype, int64_t start, int64_t n) {
   return s;
 }
 
-inline void merge(Stats& total, const Stats& part) {
-  total.amax = std::max(total.amax, part.amax);
-  total.nonfinite += part.nonfinite;
-}
-
 // ---- Loading ------------------------------------------------------------------------------------
+
+// Asks for BYTES that lie `ahead` bytes after p, maybe past the tensor's end: that never faults.
+template <int BYTES, bool WRITE>
+inline void prefetch(const void* p, int64_t ahead) {
+  const char* first = (const char*)((uintptr_t)p + ahead);
+  for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(first + i, WRITE, 3);
+}
 
 // `count` elements as FP32, then zeros up to `padded`.
 template <int DTYPE>

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from pipeline.config import ConfigError, PermanentError, nearest
-from pipeline.help import VERBS, explain_override, main_help, verb_help
+from pipeline.help import KINDS, VERBS, explain_override, main_help, verb_help
 
 USER_MISTAKE, FAILURE, TRY_AGAIN = 2, 1, 75
 
@@ -35,6 +35,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if any(item in {"-h", "--help"} for item in overrides):
         print(verb_help(verb))
         sys.exit(0)
+    if verb in KINDS:
+        verb, overrides = f"{verb} {_kind(verb, overrides)}", overrides[1:]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises; this function words the message
     # Idle OpenMP threads sleep: where they spin, one busy neighbour makes a step 20 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -77,7 +79,7 @@ def _compose_and_call(verb: str) -> None:
         raw: Any = OmegaConf.to_container(composed, resolve=True)
         choices = settings.runtime.choices
         raw["experiment"] = choices.get("experiment")
-        for name in ("run", "resume"):  # a beginning of an id may be all digits
+        for name in ("run", "resume", "name"):  # an id or its beginning may be all digits
             if type(raw[name]) is int:
                 raw[name] = str(raw[name])
         if errors:  # of a sweep's earlier job
@@ -98,7 +100,16 @@ def _compose_and_call(verb: str) -> None:
 def _verb_function(verb: str) -> Callable[[dict[str, Any], list[str]], None]:
     from pipeline import verbs
 
-    return getattr(verbs, verb)
+    return getattr(verbs, verb.replace(" ", "_"))
+
+
+def _kind(verb: str, overrides: list[str]) -> str:
+    """The word after a verb that says what of it to do; Hydra would refuse it."""
+    word = overrides[0] if overrides else ""
+    if word not in KINDS[verb]:
+        hint = nearest(word, KINDS[verb])
+        _fail(f"{verb}: say what, as {verb} {KINDS[verb][0]} run=latest; {hint}")
+    return word
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:

@@ -32,6 +32,19 @@ NOT_DECISIVE = (  # keys of train that change no weight
     "validate_every_tokens",
     "validation_tokens",
 )
+AROUND_A_RUN = {  # top-level keys of which no weight of a run depends
+    "cluster",
+    "evals",
+    "experiment",
+    "fidelity",
+    "name",
+    "resume",
+    "root",
+    "run",
+    "stages",
+    "step",
+    "tracking",
+}
 STAGES = ("prepare", "train", "eval", "report")
 
 
@@ -164,7 +177,7 @@ class TrainConfig:
     activation_checkpointing: str = "none"
     max_skipped_steps: int = 10
     spike_window: int = 128  # steps that a step's loss and gradient norm are compared with
-    spike_threshold: float = 0.0  # robust sigmas above the median that skip a step; 0: none
+    spike_threshold: float = 10.0  # robust sigmas above the median that skip a step; 0: none
     keep_checkpoints_every_tokens: int = 0  # those that stay beside the last ones; 0: none
     max_checkpoint_failures: int = 3  # failed saves in a row that end the run
     compare_replicas_every_steps: int = 100  # beside each checkpoint; 0: only there
@@ -228,6 +241,7 @@ class Config:
     cluster: ClusterConfig
     fidelity: FidelityConfig = FidelityConfig()
     run: str | None = None  # the id or `latest`: what eval, report and status work on
+    step: int | None = None  # which step `data at` shows, from 0 on
     resume: str | bool = False  # true, or the id of the run to go on with
     name: str | None = None  # a stable id: the same command again goes on with the same run
     experiment: str | None = None

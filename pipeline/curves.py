@@ -34,6 +34,18 @@ class Curve:
         return Curve(tokens, np.array(medians))
 
 
+@dataclass(frozen=True)
+class Branch:
+    """One run of a family: its loss, and where it left its parent (None for the first run)."""
+
+    run_id: str
+    loss: Curve | None  # None where it has not trained yet
+    parent: str | None = None
+    fork_step: int = 0
+    fork_tokens: int = 0
+    difference: tuple[str, ...] = ()
+
+
 def read_curves(path: Path) -> dict[str, Curve]:
     """All curves of a metrics file by name. Replayed steps count once, a torn line not at all."""
     tokens, values = defaultdict(list), defaultdict(list)

@@ -7,6 +7,7 @@ thing throughout: blue is the trained model, greys are what it is compared with.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
-from pipeline.curves import Curve
+from pipeline.curves import Branch, Curve
 
 OURS = "#1f5fa8"
 RECIPE = "#d1662a"
@@ -24,6 +25,7 @@ INK = "#3b4252"
 BASELINES = {"bigram": "#7b8494", "unigram": "#a9b0bc", "untrained": "#d5d9df"}
 SERIES = ("#1f5fa8", "#d1662a", "#3c8d5a", "#8c5aa8", "#b3912f", "#5f7d8c")
 WIDTH = 9.0  # inches
+LEGEND_CHARACTERS = 100
 
 Curves = Mapping[str, Curve]
 Results = Mapping[str, Any]
@@ -227,6 +229,70 @@ def draw_quantization(curves: Curves, results: Results) -> Figure | None:
     handles, labels = all_axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
     return figure
+
+
+def draw_family(branches: Sequence[Branch], run_id: str) -> Figure:
+    """The loss of a run and its relatives as one tree: a child's begins at its parent's curve."""
+    smooth = {branch.run_id: branch.loss.smooth() for branch in branches if branch.loss}
+    figure, (axes,) = _figure(1, height=3.8 + 0.2 * len(smooth))
+    unit, divisor = _token_unit(smooth)
+    drawn = [branch for branch in branches if branch.run_id in smooth]
+    drawn.sort(key=lambda branch: branch.run_id != run_id)  # the run itself first, in our colour
+    for color, branch in zip(_cycle(SERIES, len(drawn)), drawn, strict=True):
+        curve, stem = smooth[branch.run_id], smooth.get(branch.parent or "")
+        tokens, values = curve.tokens / divisor, curve.values
+        if stem is not None and len(stem.values):
+            place = float(np.interp(branch.fork_tokens, stem.tokens, stem.values))
+            tokens, values = (
+                np.append(branch.fork_tokens / divisor, tokens),
+                np.append(place, values),
+            )
+            axes.plot(tokens[:1], values[:1], "o", color=color, markersize=5, zorder=3)
+        width = 2.2 if branch.run_id == run_id else 1.3
+        axes.plot(tokens, values, color=color, linewidth=width, label=_branch_label(branch))
+    axes.set_ylim(*_loss_limits(np.concatenate([curve.values for curve in smooth.values()])))
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_xlabel(f"tokens trained ({unit})")
+    figure.legend(loc="outside upper left", frameon=False, fontsize=8.5)
+    return figure
+
+
+def draw_fidelity(result: Results) -> Figure:
+    """What `compare fidelity` measured: each recipe's error by GEMM, and bias over draws."""
+    figure, (errors, draws) = _figure(2, height=4.4)
+    recipes = list(result["recipes"])
+    for color, (gemm, label) in zip(
+        SERIES, {"fprop": "Fprop", "dgrad": "Dgrad", "wgrad": "Wgrad"}.items(), strict=False
+    ):
+        values = [result["recipes"][name][gemm] for name in recipes]
+        errors.plot(values, recipes, "o", color=color, label=label, clip_on=False)
+    errors.invert_yaxis()
+    errors.set_xlim(left=0)
+    errors.xaxis.set_major_formatter(PercentFormatter(1.0))
+    errors.set_xlabel("relative error against BF16, each linear alone")
+    errors.legend(loc="upper right")
+    for color, (label, each) in zip(SERIES, result["rounding"].items(), strict=False):
+        if len(each["draws"]) == 1:  # nothing is drawn: the same at any number
+            draws.axhline(each["bias"][0], color=color, linestyle="--", label=label)
+            continue
+        draws.loglog(each["draws"], each["bias"], "o-", color=color, label=label)
+        draws.axhline(each["floor"], color=color, linestyle=":", linewidth=1)
+    draws.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
+    draws.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    draws.set_xlabel("draws of a gradient's rounding (dotted: floors)")
+    draws.set_ylabel("error of their mean")
+    draws.legend(loc="lower left", bbox_to_anchor=(0, 0.1))
+    return figure
+
+
+def _branch_label(branch: Branch) -> str:
+    """A run's id, and how it differs from its parent."""
+    if branch.parent is None:
+        return branch.run_id
+    changes = [textwrap.shorten(change, 48, placeholder=" ...") for change in branch.difference]
+    text = f"{branch.run_id}, from step {branch.fork_step:,}: "
+    text += "; ".join(changes) or "nothing changed"
+    return textwrap.shorten(text, LEGEND_CHARACTERS, placeholder=" ...")
 
 
 def _by_role(curves: Curves, stat: str) -> dict[str, list[Curve]]:

@@ -16,9 +16,13 @@ VERBS = {
     "train": "prepare where needed, then train",
     "eval": "evaluate a run's checkpoint again: eval run=<id|latest>",
     "report": "write a run's report again: report run=<id|latest>",
+    "compare": "measure recipes against BF16: compare fidelity run=<id|latest>",
     "status": "a run at a glance: status run=<id|latest>",
+    "data": "the documents that a step saw: data at run=<id|latest> step=<n>",
     "track": "send a run's metrics to MLflow that could not be sent before: track run=<id|latest>",
 }
+
+KINDS = {"compare": ("fidelity",), "data": ("at",)}  # verbs that take another word: what they do
 
 EXAMPLES = {
     "run": (
@@ -38,7 +42,15 @@ EXAMPLES = {
         ("eval run=latest evals.num_questions=1000", "with other settings"),
     ),
     "report": (("report run=latest", "write the report again"),),
+    "compare": (
+        ("compare fidelity run=latest", "each recipe's error on a run's newest checkpoint"),
+        ("compare fidelity run=latest 'fidelity.steps=[120,240]'", "on those checkpoints"),
+        ("compare fidelity run=latest 'fidelity.recipes=[fp8_block,nvfp4]'", "these recipes"),
+    ),
     "status": (("status run=latest", "where the newest run stands"),),
+    "data": (
+        ("data at run=latest step=130", "what step 130, as messages number it, was trained on"),
+    ),
     "track": (("track run=latest", "catch up with the tracking store"),),
 }
 

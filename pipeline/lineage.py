@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config, ConfigError, differences
+from pipeline.config import AROUND_A_RUN, Config, ConfigError, differences
 from pipeline.runs import RunFolder, find_run, list_runs, load_config, root_folder, write_whole
 from pipeline.train import checkpoint
 from pipeline.train.schedule import Past, Phase, Schedule
@@ -26,19 +26,20 @@ FIXED = (  # what gives a step its units, and the weights their shapes
     "data.seed",
     "data.mixture_block",
 )
-IGNORED = {"root", "stages", "evals", "tracking", "cluster", "run", "resume", "name", "experiment"}
 
 
 @dataclass(frozen=True)
 class Lineage:
     """A child's tie to its parent.
 
-    parent: run id. step: of the parent's checkpoint. checkpoint: its folder. difference: keys of
-    the configuration as "key (parent's then, child's now)". past: the parent's phases until `step`.
+    parent: run id. step: of the parent's checkpoint. tokens: trained until then. checkpoint: its
+    folder. difference: keys of the configuration as "key (parent's then, child's now)". past: the
+    parent's phases until `step`.
     """
 
     parent: str
     step: int
+    tokens: int
     checkpoint: str
     difference: tuple[str, ...]
     past: tuple[Phase, ...]
@@ -93,7 +94,7 @@ def fork(config: Config) -> Lineage:
         raise ConfigError(f"train.fork_from={wanted}: {error}") from error
     parent_config = load_config(parent)
     then, now = parent_config.to_dict(), config.to_dict()
-    found_differences = differences(then, now, IGNORED)
+    found_differences = differences(then, now, AROUND_A_RUN)
     for difference in found_differences:
         if difference.startswith((*FIXED, "model.")):
             raise ConfigError(
@@ -104,6 +105,7 @@ def fork(config: Config) -> Lineage:
     lineage = Lineage(
         parent=parent.id,
         step=found.step,
+        tokens=found.step * schedule.tokens_per_step,
         checkpoint=str(found.path),
         difference=tuple(d for d in found_differences if not d.startswith("train.fork_from")),
         past=schedule.until(found.step),

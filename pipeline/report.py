@@ -16,8 +16,9 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from pipeline.curves import read_curves
-from pipeline.figures import draw_all
+from pipeline.curves import Branch, read_curves
+from pipeline.figures import draw_all, draw_family
+from pipeline.lineage import family
 from pipeline.runs import RunFolder, write_whole
 
 TEMPLATE = "report.html.j2"
@@ -29,8 +30,12 @@ def write_report(run: RunFolder) -> Path:
     results = json.loads(run.results.read_text()) if run.results.is_file() else {}
     curves = read_curves(run.metrics)
     run.figures.mkdir(parents=True, exist_ok=True)
+    branches = _branches(run)
+    figures = draw_all(curves, results)
+    if sum(branch.loss is not None for branch in branches) > 1:
+        figures["family"] = draw_family(branches, run.id)
     images = {}
-    for name, figure in draw_all(curves, results).items():
+    for name, figure in figures.items():
         path = run.figures / f"{name}.png"
         figure.savefig(path, metadata=NO_METADATA)
         images[name] = base64.b64encode(path.read_bytes()).decode()
@@ -46,6 +51,7 @@ def write_report(run: RunFolder) -> Path:
             precision=_precision_summary(results),
             seconds=results.get("seconds", {}),
             images=images,
+            branches=branches,
             config=run.config.read_text() if run.config.is_file() else "",
             recipe=yaml.safe_dump(results["recipe"], sort_keys=False)
             if "recipe" in results
@@ -54,6 +60,25 @@ def write_report(run: RunFolder) -> Path:
     )
     write_whole(run.report, html)
     return run.report
+
+
+def _branches(run: RunFolder) -> list[Branch]:
+    """The run and its relatives, parents before children; none where it has no relatives."""
+    members = family(run) if run.config.is_file() else []
+    if len(members) < 2:
+        return []
+    return [
+        Branch(
+            member.id,
+            read_curves(member.metrics).get("train/loss"),
+            *(
+                (lineage.parent, lineage.step, lineage.tokens, lineage.difference)
+                if lineage
+                else ()
+            ),
+        )
+        for member, lineage in members
+    ]
 
 
 def _overall(results: Mapping[str, Any]) -> dict[str, float]:

@@ -112,10 +112,12 @@ def describe_training(config: Config, dataset: Any, schedule: Any) -> dict[str, 
     import torch
 
     from model.backends import paths
+    from pipeline.train import exclusions
     from pipeline.train.build import build_mixture, build_model, build_recipe
     from quant import apply_recipe
 
     build_mixture(config, schedule, dataset)  # a blend that cannot be had stops here
+    exclusions.check(config.data, dataset.shard_names, schedule.num_steps)
     device = torch.device("cuda" if config.cluster.gpus_per_worker else "cpu")
     with torch.device("meta"):
         model = build_model(config, torch.device("meta"))

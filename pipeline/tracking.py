@@ -11,6 +11,7 @@ Losses are logged against steps under their own names, and against tokens as `by
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -82,7 +83,7 @@ class Tracker:
         if self.offline:
             return
         batch: list[Any] = []
-        state = json.loads(json.dumps(self._state))
+        state = copy.deepcopy(self._state)
         for record, offset in read_records(self._run.metrics, state["offset"]):
             replayed = record["step"] <= state["last_step"].get(record["kind"], -1)
             if record["kind"] == "eval" or not replayed:  # an evaluation may be repeated
@@ -129,7 +130,7 @@ class Tracker:
     def _send(self, metrics: list[Any], state: dict[str, Any]) -> None:
         for start in range(0, len(metrics), BATCH):
             self._call("log_batch", metrics=metrics[start : start + BATCH])
-        self._state = state
+        self._state = copy.deepcopy(state)
         self._save_state()
 
     def _call(self, method: str, *arguments: Any, **named: Any) -> None:

@@ -1,13 +1,14 @@
 """What each verb of the command line does, given the composed configuration.
 
 `run`, `prepare` and `train` start a run (or resume one); `eval`, `report`, `compare fidelity`,
-`status` and `track` work on a run that exists, with its own configuration: only `evals`, `fidelity`
-and `tracking` may be overridden there.
+`status`, `data at` and `track` work on a run that exists, with its own configuration: only `evals`,
+`fidelity` and `tracking` may be overridden there.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -15,7 +16,14 @@ from typing import Any
 
 import yaml
 
-from pipeline.config import Config, ConfigError, PermanentError, differences, from_dict
+from pipeline.config import (
+    AROUND_A_RUN,
+    Config,
+    ConfigError,
+    PermanentError,
+    differences,
+    from_dict,
+)
 from pipeline.runs import (
     RunFolder,
     find_run,
@@ -27,7 +35,7 @@ from pipeline.runs import (
     write_whole,
 )
 
-OVERRIDABLE = ("evals", "fidelity", "tracking", "root", "run")
+OVERRIDABLE = ("evals", "fidelity", "tracking", "root", "run", "step")
 
 
 def run(raw: dict[str, Any], overrides: list[str]) -> None:
@@ -89,8 +97,8 @@ def track(raw: dict[str, Any], overrides: list[str]) -> None:
         raise ConfigError("tracking.offline=true: nothing to send; add tracking.offline=false")
     with locked(found):
         tracker.start()
-        results = [path for path in (found.results, found.report, found.figures) if path.exists()]
-        tracker.log_files(*results)
+        results = (found.results, found.report, found.figures, found.fidelity)
+        tracker.log_files(*(path for path in results if path.exists()))
         tracker.finish(_mlflow_status(found))
     print(f"sent to {tracker.uri}, run {tracker.mlflow_run_id}")
 
@@ -101,6 +109,21 @@ def status(raw: dict[str, Any], overrides: list[str]) -> None:
 
     config, found = _existing(raw, overrides)
     print("\n".join(describe(config, found)))
+
+
+def data_at(raw: dict[str, Any], overrides: list[str]) -> None:
+    """The documents that a step of a run saw."""
+    from pipeline.data_at import describe_step
+
+    config, found = _existing(raw, overrides)
+    if config.step is None:
+        raise ConfigError("step: name the step, from 0 on: step=<n>")
+    try:
+        for line in describe_step(config, found, config.step):
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(config: Config, stages: tuple[str, ...]) -> None:
@@ -138,8 +161,7 @@ def _former(config: Config) -> RunFolder | None:
 def _of_this_configuration(config: Config, found: RunFolder) -> RunFolder:
     former = load_config(found)
     if former.fingerprint() != config.fingerprint():
-        ignored = {"resume", "run", "root", "stages", "evals", "fidelity", "tracking", "cluster", "name"}
-        differing = differences(former.to_dict(), config.to_dict(), ignored)
+        differing = differences(former.to_dict(), config.to_dict(), AROUND_A_RUN)
         raise ConfigError(
             f"run {found.id}: the configuration differs from that run's in "
             f"{', '.join(differing)}; give the same overrides as then, or start a child of it: "
@@ -233,7 +255,7 @@ def _existing(raw: dict[str, Any], overrides: list[str]) -> tuple[Config, RunFol
         section, _, key = override.lstrip("+~").partition("=")[0].partition(".")
         if section in {"evals", "tracking"}:
             own[section] = {**own[section], key: now[section][key]} if key else now[section]
-    own |= {"root": now["root"], "fidelity": now["fidelity"]}
+    own |= {key: now[key] for key in ("root", "fidelity", "step")}
     return from_dict(own), found
 
 

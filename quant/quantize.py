@@ -219,17 +219,15 @@ def quantize(
     _check_options(x, format, amax, rounding, key, offset, guard)
     columns = x.shape[-1]
     x_RK = x.detach().reshape(math.prod(x.shape[:-1]), columns)
-    scales = None
-    if format.has_global_scale:
-        amax = amax_of(x) if amax is None else amax.to(x.device, torch.float32).reshape(())
-        scales = nvfp4_global_scales(amax, guard=guard)
+    if amax is not None:
+        amax = amax.to(x.device, torch.float32).reshape(())
     stochastic_key = key if rounding == "stochastic" else None
     implementation = _quantize_compiled if use_compiled(x) else _quantize_reference
-    codes_RK, scales_RB = implementation(x_RK, format, scales, stochastic_key, offset)
+    codes_RK, scales_RB, decode = implementation(x_RK, format, amax, guard, stochastic_key, offset)
     return QuantizedTensor(
         codes_RK.reshape(*x.shape[:-1], codes_RK.shape[1]),
         scales_RB.reshape(*x.shape[:-1], scales_RB.shape[1]),
-        None if scales is None else scales.decode,
+        decode,
         format,
         x.shape,
     )
@@ -316,35 +314,40 @@ def _amax(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
 def _quantize_reference(
     x_RK: Tensor,
     format: Format,
-    global_scales: GlobalScales | None,
+    amax: Tensor | None,
+    guard: bool,
     key: RoundingKey | None,
     offset: int,
-) -> tuple[Tensor, Tensor]:
-    """Codes and block scales in plain torch: what every fast path must equal to the byte.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes, block scales and S_dec in plain torch: what every fast path must equal to the byte.
 
     `key` is None for nearest rounding.
     """
     rows, columns = x_RK.shape
+    global_scales = None
+    if format.has_global_scale:
+        global_scales = nvfp4_global_scales(amax_of(x_RK) if amax is None else amax, guard=guard)
+    decode = None if global_scales is None else global_scales.decode
     block_rows, block_columns = format.block
     padding = (0, -columns % block_columns, 0, -rows % block_rows)
     x = functional.pad(x_RK.float(), padding).unflatten(1, (-1, block_columns))
     x = x.unflatten(0, (-1, block_rows))  # [row blocks, block rows, B, block columns]
-    amax = _amax(x, (1, 3))[:, None, :, None]
+    block_amax = _amax(x, (1, 3))[:, None, :, None]
     if global_scales is not None:
-        scales, y = _scale_nvfp4(x, amax, global_scales)
+        scales, y = _scale_nvfp4(x, block_amax, global_scales)
     elif format.scale == "fp32" and format.scale_rounding == "nearest":
-        scales, y = _scale_free(x, amax, format)
+        scales, y = _scale_free(x, block_amax, format)
     else:
-        scales, y = _scale_power_of_two(x, amax, format)
+        scales, y = _scale_power_of_two(x, block_amax, format)
     y_RK = y.flatten(2).flatten(0, 1)[:rows, :columns]
     repeated = _as_bytes(scales).expand(-1, block_rows, -1, 1).flatten(0, 1)[:rows, :, 0]
     scales_RB = repeated.contiguous().view(format.scale_dtype)
     if format.element == "e4m3":
-        return round_e4m3(y_RK).view(torch.uint8), scales_RB
+        return round_e4m3(y_RK).view(torch.uint8), scales_RB, decode
     if key is None:
-        return pack_nibbles(round_e2m1(y_RK)), scales_RB
+        return pack_nibbles(round_e2m1(y_RK)), scales_RB, decode
     random = random_bytes(key, offset, rows * columns, x_RK.device).view(rows, columns)
-    return pack_nibbles(round_e2m1_stochastic(y_RK, random)), scales_RB
+    return pack_nibbles(round_e2m1_stochastic(y_RK, random)), scales_RB, decode
 
 
 def _scale_nvfp4(x: Tensor, amax: Tensor, scales: GlobalScales) -> tuple[Tensor, Tensor]:
@@ -380,25 +383,32 @@ def _scale_free(x: Tensor, amax: Tensor, format: Format) -> tuple[Tensor, Tensor
 def _quantize_compiled(
     x_RK: Tensor,
     format: Format,
-    global_scales: GlobalScales | None,
+    amax: Tensor | None,
+    guard: bool,
     key: RoundingKey | None,
     offset: int,
-) -> tuple[Tensor, Tensor]:
-    factors = (1.0, 1.0, 1.0)
-    if global_scales is not None:
-        s = global_scales
-        factors = (s.first.item(), s.rest.item(), s.block.item())
-    return cpu.quantize(
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    random = None if key is None else (*key.words, *key.counter)
+    if format.has_global_scale:
+        return cpu.quantize_nvfp4(
+            x_RK,
+            block=format.block,
+            amax=amax,
+            largest_code=6 * UNBIASED_GUARD if guard else 6.0,
+            random=random,
+            offset=offset,
+        )
+    codes_RK, scales_RB = cpu.quantize(
         x_RK,
         element=format.element,
         block=format.block,
         scale=format.scale,
         scale_dtype=format.scale_dtype,
         scale_rounding=format.scale_rounding,
-        factors=factors,
-        random=None if key is None else (*key.words, *key.counter),
+        random=random,
         offset=offset,
     )
+    return codes_RK, scales_RB, None
 
 
 def _dequantize_reference(

@@ -108,6 +108,32 @@ class Dataset:
         last = int(np.searchsorted(borders, start + count - 1, side="right")) - 1
         return [shard["file"] for shard in self._source(source)["shards"][first : last + 1]]
 
+    def shards_of_unit(self, source: str, row: int, unit_length: int) -> list[str]:
+        """Names of the shards that a unit, with the token after it, lies in."""
+        return self.shards_of(source, row * unit_length, unit_length + 1)
+
+    def documents_of(self, source: str, start: int, count: int) -> list[tuple[int, int, int]]:
+        """The documents that tokens start .. start + count - 1 of a source's stream belong to.
+
+        Each as (number within the source, first token, end) in the stream. Reads the offsets of the
+        shards concerned.
+        """
+        borders, shards = self._borders[source], self._source(source)["shards"]
+        first = int(np.searchsorted(borders, start, side="right")) - 1
+        last = int(np.searchsorted(borders, start + count - 1, side="right")) - 1
+        found = []
+        for shard in range(first, last + 1):
+            before = sum(entry["documents"] for entry in shards[:shard])
+            file = self.folder / shards[shard]["offsets"]["file"]
+            offsets = _map(file, np.dtype("<u8")).astype(np.int64) + borders[shard]
+            low = max(int(np.searchsorted(offsets, start, side="right")) - 1, 0)
+            high = int(np.searchsorted(offsets[:-1], start + count, side="left"))
+            found += [
+                (before + number, int(offsets[number]), int(offsets[number + 1]))
+                for number in range(low, high)
+            ]
+        return found
+
     def holdout(self, source: str) -> NDArray[np.unsignedinteger]:
         """The held-out token stream: documents chosen by hash. Reserved ones are not in it."""
         return _map(self.folder / self._source(source)["holdout"]["file"], self.dtype)

@@ -79,9 +79,7 @@ class MixtureStream:
         )
         blocked = [
             not shards.isdisjoint(
-                self.dataset.shards_of(
-                    self.mixture.names[source], row * self.unit_length, self.unit_length + 1
-                )
+                self.dataset.shards_of_unit(self.mixture.names[source], row, self.unit_length)
             )
             for source, row in zip(source_U.tolist(), row_U.tolist(), strict=True)
         ]

@@ -75,4 +75,6 @@ def check(data: DataConfig, shards: set[str], num_steps: int) -> None:
             raise ConfigError(f"data.skip: no step {number}; the run's are 0 to {num_steps - 1}")
     for name in data.block:
         if name not in shards:
-            raise ConfigError(f"data.block: the corpus has no shard {name!r}; {nearest(name, shards)}")
+            raise ConfigError(
+                f"data.block: the corpus has no shard {name!r}; {nearest(name, shards)}"
+            )

@@ -302,7 +302,8 @@ class Trainer:
     def _identity(self, step: int) -> dict[str, Any]:
         """What must be the same for a checkpoint of `step` to be continued."""
         return {
-            "data": self.dataset.manifest["content_hash"],
+            "data": self.dataset.content_hash,
+            "tokenizer": self.dataset.manifest["tokenizer"]["sha256"],
             "schedule": self.schedule.fingerprint(step),
             "order": self.mixture.fingerprint(step * self.schedule.global_batch),
             "recipe": self.recipe.fingerprint(self.train.micro_batch),
@@ -390,7 +391,14 @@ class Trainer:
             self._load(found)
         elif self.lineage:
             parent = Path(self.lineage.checkpoint)
-            self._load(checkpoint.at_step(parent.parent, self.lineage.step))
+            found = checkpoint.at_step(parent.parent, self.lineage.step)
+            if found.state["identity"]["tokenizer"] != self._identity(self.step)["tokenizer"]:
+                raise ConfigError(
+                    f"train.fork_from={self.config.train.fork_from}: the corpus has another "
+                    "tokenizer than the parent's, so its token ids mean other texts; name that one "
+                    "with data.tokenizer.path"
+                )
+            self._load(found)
             self._save()  # from here on the child needs its parent no more
         else:
             self.exclusions = Exclusions().resumed(self.config.data, 0)

@@ -66,8 +66,9 @@ class Schedule:
     def of(train: TrainConfig, sources: tuple[str, ...], past: Past | None = None) -> Schedule:
         """Resolve `train.phases` over the named sources. Raises `ConfigError`.
 
-        With a `past` the phases before its step are the parent's, and a phase begins at that step;
-        so does a decay that would have begun before, where the parent's rate was stable.
+        With a `past` the phases before its step are the parent's; at that step a phase begins if
+        anything changes there, and a decay that should have begun before while the parent's rate
+        was stable.
         """
         tokens_per_step = train.global_batch * train.sequence_length
         num_steps = -(-train.tokens // tokens_per_step)
@@ -174,12 +175,16 @@ class Schedule:
 
 
 def _after(past: Past, phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
-    """The parent's phases, then these from the fork on."""
+    """The parent's phases, then these from the fork on. One that only goes on stays one phase."""
     own = [
         replace(phase, start_step=max(phase.start_step, past.step))
         for phase in phases
         if phase.end_step > past.step
     ]
+    last, first = past.phases[-1], own[0]
+    longer = replace(last, end_step=first.end_step)
+    if longer == replace(first, start_step=last.start_step):
+        return (*past.phases[:-1], longer, *own[1:])
     return (*past.phases, *own)
 
 

@@ -12,4 +12,4 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("runs")
     result = pipeline(root, "run", *SHORT)
     assert result.returncode == 0, result.stdout + result.stderr
-    return Run(run_folder(root), result.stdout + result.stderr)
+    return Run(run_folder(root), result.stderr + result.stdout)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 from mlflow import MlflowClient
-from safetensors.torch import load_file
 
+from pipeline.train import checkpoint
 from pipeline.train.metrics import final_records
 from tests.integration.runs import SHORT, Run, pipeline, run_folder, start_and_kill
 
@@ -20,12 +20,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def weights(folder: Path) -> dict[str, bytes]:
-    checkpoint = sorted((folder / "checkpoints").glob("step-*"))[-1]
-    tensors = {}
-    for name in ("model", "optimizer"):
-        for key, value in load_file(checkpoint / f"{name}.safetensors").items():
-            tensors[f"{name}/{key}"] = value.numpy().tobytes()
-    return tensors
+    found = checkpoint.latest(folder / "checkpoints")
+    assert found is not None
+    return {
+        f"{group}/{name}": tensor.numpy().tobytes()
+        for group in ("model", "optimizer")
+        for name, tensor in found.tensors(group).items()
+    }
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -70,8 +71,10 @@ def test_the_recipe_is_what_ran(finished: Run) -> None:
 
 def test_the_resolved_configuration_stands_in_the_run_and_its_checkpoint(finished: Run) -> None:
     config = yaml.safe_load((finished.folder / "config.yaml").read_text())
-    checkpoint = sorted((finished.folder / "checkpoints").glob("step-*"))[-1]
-    assert json.loads((checkpoint / "state.json").read_text())["config"] == config
+    found = checkpoint.latest(finished.folder / "checkpoints")
+    assert found is not None
+    assert found.state["config"] == config
+    assert found.state["mlflow_run_id"] == finished.results["mlflow_run_id"]
     assert "${" not in json.dumps(config)
 
 
@@ -138,6 +141,42 @@ def test_an_interrupted_run_says_how_to_go_on_and_exits_with_75(finished: Run) -
     assert result.returncode == 2
     assert "seed (1 then, 0 now)" in result.stderr
     shutil.rmtree(stopped)
+
+
+def test_a_named_run_told_to_stop_writes_a_checkpoint_and_the_same_command_goes_on(
+    finished: Run,
+) -> None:
+    root, command = finished.root, ("run", *SHORT, "name=nightly")
+    code = start_and_kill(root, *command, after_step=6, sig=signal.SIGTERM)
+    stopped = root / "nightly"
+    assert code == 75
+    last = checkpoint.steps_in(stopped / "checkpoints")[-1]
+    assert last == losses(stopped)[-1][0]  # not a step is lost, wherever it stopped
+    assert last % 4 or last < 24
+    result = pipeline(root, *command)
+    assert result.returncode == 0, result.stderr
+    assert losses(stopped)[last:][0][0] == last + 1
+    assert weights(stopped) == weights(finished.folder)
+    assert losses(stopped) == losses(finished.folder)
+    again = pipeline(root, *command)
+    assert again.returncode == 0
+    assert "[train] done already" in again.stdout
+    other = pipeline(root, *command, "train.learning_rate=1e-3")
+    assert other.returncode == 2
+    assert "train.learning_rate (0.004 then, 0.001 now)" in other.stderr
+    assert "fork_from=nightly@" in other.stderr
+    shutil.rmtree(stopped)
+
+
+def test_a_permanent_failure_is_not_tried_again(finished: Run) -> None:
+    command = ("run", *SHORT, "name=hopeless", "train.learning_rate=1e30", "train.clip_norm=1e30")
+    first = pipeline(finished.root, *command)
+    assert first.returncode == 1
+    assert (finished.root / "hopeless" / "FAILED.json").is_file()
+    again = pipeline(finished.root, *command)
+    assert again.returncode == 2
+    assert "failed for good" in again.stderr
+    shutil.rmtree(finished.root / "hopeless")
 
 
 def test_resume_without_an_unfinished_run_of_this_configuration_is_refused(finished: Run) -> None:

@@ -67,6 +67,11 @@ def test_help_lists_everything_without_importing_torch_or_ray(arguments: tuple[s
         (("run", "tracking.uri=foo://bar", "data.holdout_fraction=0.5"), "tracking.offline=true"),
         (("eval", "run=latest", "model=tiny"), "own configuration stands"),
         (("eval",), "name the run"),
+        (("data",), "say what, as data at run=latest"),
+        (("data", "ta", "run=latest"), "did you mean at"),
+        (("data", "at", "run=latest", "step=x"), "step: expected int, got 'x'"),
+        (("data", "at", "run=latest", "step=3"), "there is no run in"),
+        (("run", "train.fork_from=none@3"), "there is no run in"),
     ],
 )
 def test_a_mistake_gets_one_clear_message_and_exit_code_2(

@@ -5,8 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.curves import Curve
-from pipeline.figures import draw_all, draw_loss, draw_quantization, draw_validation
+from pipeline.curves import Branch, Curve
+from pipeline.figures import (
+    draw_all,
+    draw_family,
+    draw_loss,
+    draw_quantization,
+    draw_validation,
+)
 
 TOKENS = np.array([1e6, 2e6, 3e6])
 
@@ -71,3 +77,30 @@ def test_quantization_shows_the_median_linear_of_each_operand(panel: int, stat: 
     lines = figure.axes[panel].lines
     assert [line.get_label() for line in lines] == ["input", "weight"]
     assert all(list(line.get_ydata()) == [1, 1, 1] for line in lines)
+
+
+def test_a_child_s_curve_begins_at_the_fork_on_its_parent_s() -> None:
+    changed = ("train.tokens (1 then, 2 now)",)
+    children = Curve(np.array([2.5e6, 4e6]), np.array([3.8, 3.0]))
+    branches = [
+        Branch("parent", Curve(TOKENS, np.array([5.0, 4.0, 4.0]))),
+        Branch("child", children, "parent", 20, 2_000_000, changed),
+        Branch("untrained", None, "child", 40, 4_000_000),
+    ]
+    axes = draw_family(branches, "child").axes[0]
+    lines = {line.get_label(): line for line in axes.lines}
+    child = lines["child, from step 20: train.tokens (1 then, 2 now)"]
+    assert child.get_xdata().tolist() == [2.0, 2.5, 4.0]
+    stem = lines["parent"]
+    assert stem.get_xdata().tolist() == [1.0, 2.0, 3.0]
+    assert child.get_ydata()[0] == stem.get_ydata()[1]
+    assert child.get_linewidth() > stem.get_linewidth()
+    assert "untrained" not in "".join(map(str, lines))
+
+
+def test_a_child_whose_parent_was_removed_begins_where_it_was_born() -> None:
+    child = Branch("child", curve(4, 3, 2), "gone", 10, 500_000)
+    axes = draw_family([child, Branch("other", curve(3, 2, 1), "child", 20, 2_000_000)], "x").axes[
+        0
+    ]
+    assert axes.lines[0].get_xdata().tolist() == [1.0, 2.0, 3.0]

@@ -14,6 +14,7 @@ import pytest
 
 from pipeline import report
 from pipeline.curves import Curve, read_curves
+from pipeline.lineage import Lineage, write_lineage
 from pipeline.report import amount, duration, write_report
 from pipeline.runs import RunFolder
 
@@ -178,6 +179,17 @@ def text_of(html: str) -> str:
     return " ".join(without.split())
 
 
+def child_of(parent: RunFolder, name: str, step: int) -> RunFolder:
+    """A run that left `parent` at a step and trained 10 steps from there."""
+    run = RunFolder(parent.path.parent / name)
+    run.path.mkdir()
+    run.config.write_text("model:\n  pattern: M-M*-\n")
+    change_in_it = ("train.learning_rate (0.003 then, 0.001 now)",)
+    write_lineage(run, Lineage(parent.id, step, step * TOKENS, "", change_in_it, (), ""))
+    write_metrics(run, [record("train", step + i, train__loss=3.0) for i in range(1, 11)])
+    return run
+
+
 def change(run: RunFolder, **entries: Any) -> None:
     """Replace entries of the results; None removes one."""
     merged = results() | entries
@@ -274,6 +286,26 @@ def test_an_empty_folder_still_gives_a_report(tmp_path: Path) -> None:
     text = text_of(html_of(run))
     assert "Run empty" in text
     assert "No configuration was found" in text
+
+
+def test_a_family_is_drawn_as_one_tree_in_the_report_of_each_member(run: RunFolder) -> None:
+    child = child_of(run, "child", 40)
+    for member in (run, child):
+        text = text_of(html_of(member))
+        assert "child 20260131-120000-nvfp4-1a2b 40 train.learning_rate (0.003 then" in text
+        assert (member.figures / "family.png").exists()
+
+
+def test_a_run_without_relatives_has_no_family(run: RunFolder) -> None:
+    html = html_of(run)
+    assert "<h2>Family</h2>" not in html
+    assert not (run.figures / "family.png").exists()
+
+
+def test_a_relative_that_has_not_trained_is_listed_and_not_drawn(run: RunFolder) -> None:
+    child_of(run, "child", 40).metrics.unlink()
+    assert "child 20260131-120000-nvfp4-1a2b 40" in text_of(html_of(run))
+    assert not (run.figures / "family.png").exists()
 
 
 @pytest.mark.usefixtures("without_figures")

@@ -10,6 +10,7 @@ import pytest
 from mlflow import MlflowClient
 
 from pipeline.config import Config, ConfigError, TrackingConfig
+from pipeline.lineage import Lineage, write_lineage
 from pipeline.runs import RunFolder
 from pipeline.tracking import Tracker, TrackingError
 from pipeline.train.metrics import MetricsFile
@@ -119,6 +120,49 @@ def test_an_offline_run_can_be_sent_later(run: RunFolder) -> None:
     assert MlflowClient(later.uri).get_run(later.mlflow_run_id).info.status == "FINISHED"
 
 
+def test_a_batch_that_is_sent_again_is_stored_once(run: RunFolder) -> None:
+    mine = tracker(run)
+    mine.start()
+    noted = (run.path / "tracking.json").read_text()
+    metrics = MetricsFile(run.metrics)
+    for step, loss in ((1, 2.0), (2, float("nan")), (3, float("inf"))):
+        metrics.append("train", step, step, {"train/loss": loss})
+    mine.ship()
+    (run.path / "tracking.json").write_text(noted)  # as after a kill before the offset was noted
+    tracker(run).ship()
+    assert [step for step, _ in stored(run, mine)] == [1, 2, 3]
+
+
+def test_a_child_stands_below_its_parent(run: RunFolder) -> None:
+    mine = tracker(run)
+    mine.start()
+    born = RunFolder(run.path.parent / "child")
+    born.path.mkdir()
+    born.config.write_text("seed: 0\n")
+    changed = ("train.tokens (1 then, 2 now)", "seed (0 then, 1 now)")
+    write_lineage(born, Lineage(run.id, 4, 256, "", changed, (), "", mine.mlflow_run_id))
+    child = tracker(born)
+    child.start()
+    client = MlflowClient(child.uri)
+    tags = client.get_run(str(child.mlflow_run_id)).data.tags
+    assert tags["mlflow.parentRunId"] == mine.mlflow_run_id
+    assert (tags["fork.run"], tags["fork.step"]) == (run.id, "4")
+    assert tags["fork.difference"] == "; ".join(changed)
+    experiment = client.get_run(str(child.mlflow_run_id)).info.experiment_id
+    below = client.search_runs([experiment], f"tags.mlflow.parentRunId = '{mine.mlflow_run_id}'")
+    assert [found.info.run_name for found in below] == ["child"]
+    assert "fork.run" not in client.get_run(str(mine.mlflow_run_id)).data.tags
+
+
+def test_a_child_of_a_run_that_was_never_tracked_has_no_parent_in_mlflow(run: RunFolder) -> None:
+    write_lineage(run, Lineage("parent", 4, 256, "", (), (), ""))
+    mine = tracker(run)
+    mine.start()
+    tags = MlflowClient(mine.uri).get_run(str(mine.mlflow_run_id)).data.tags
+    assert tags["fork.run"] == "parent"
+    assert "mlflow.parentRunId" not in tags
+
+
 def test_many_metrics_are_sent_in_batches_that_mlflow_takes(run: RunFolder) -> None:
     mine = tracker(run)
     mine.start()
@@ -126,3 +170,38 @@ def test_many_metrics_are_sent_in_batches_that_mlflow_takes(run: RunFolder) -> N
     MetricsFile(run.metrics).append("statistics", 1, 1, values)
     mine.ship()
     assert len(MlflowClient(mine.uri).get_run(mine.mlflow_run_id).data.metrics) == 1500
+
+
+def test_what_follows_a_full_batch_is_sent_too(run: RunFolder) -> None:
+    mine = tracker(run)
+    mine.start()
+    metrics = MetricsFile(run.metrics)
+    metrics.append("statistics", 1, 1, {f"quant/{i}": float(i) for i in range(950)})
+    metrics.append("train", 1, 1, {"train/loss": 1.0})
+    mine.ship()
+    assert stored(run, mine) == [(1, 1.0)]
+
+
+def test_an_outage_between_two_batches_loses_nothing(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = tracker(run)
+    mine.start()
+    metrics = MetricsFile(run.metrics)
+    for step in (1, 2):
+        metrics.append("statistics", step, step, {f"quant/{i}": float(i) for i in range(900)})
+    send = mine._call
+    calls = iter((send,))
+
+    def away_after_the_first(*arguments: Any, **named: Any) -> None:
+        following = next(calls, None)
+        if following is None:
+            raise TrackingError("connection refused")
+        following(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mine, "_call", away_after_the_first)
+        with pytest.raises(TrackingError):
+            mine.ship()
+    mine.ship()
+    assert stored(run, mine, "quant/7") == [(1, 7.0), (2, 7.0)]
