@@ -11,6 +11,8 @@ import torch
 from pipeline.config import ConfigError, DataConfig, SourceConfig, TokenizerConfig
 from pipeline.data.shards import Dataset
 from pipeline.data.stream import IGNORED
+from pipeline.lineage import schedule_of
+from pipeline.stages import describe_training
 from pipeline.train.exclusions import Exclusions, check
 from pipeline.train.loop import Trainer
 from tests.train.tiny import (
@@ -207,3 +209,12 @@ def test_a_blocked_shard_weighs_nothing_from_the_resume_on(tmp_path: Path, datas
     assert 0 < lost < GLOBAL_BATCH * (STEPS - 3)
     assert state_of(run, STEPS)["exclusions"]["block"] == [[3, sorted(blocked)]]
     assert state_of(run, 3)["exclusions"]["block"] == []
+
+
+def test_what_does_not_exist_is_refused_before_training(tmp_path: Path, dataset: Path) -> None:
+    config = configuration(tmp_path, STEPS)
+    opened, schedule = Dataset.open(dataset), schedule_of(config, None)
+    describe_training(with_data(config, skip=(1,)), opened, schedule)
+    for change in ({"skip": (STEPS,)}, {"block": ("prose-99999.tokens",)}):
+        with pytest.raises(ConfigError, match=f"data.{next(iter(change))}"):
+            describe_training(with_data(config, **change), opened, schedule)
