@@ -3,7 +3,7 @@
 Method: one rank, parameters and AdamW's two moments of a model of `--megabytes` in all, on the CPU,
 in rounds that alternate between the candidates; medians count and a warm-up round comes first.
 
-    host_copy     copying all tensors to buffers that exist: the least that an asynchronous save does
+    host_copy     copying all tensors to buffers that exist: the least that a save must do
     blocked       `Saver.save`: what the training step waits for
     plain_write   the same bytes in one file, flushed to the disk: the most that the disk gives
     checkpoint    `Saver.save` until the checkpoint is complete: safetensors files, SHA-256 of each,

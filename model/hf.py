@@ -1,5 +1,5 @@
 """Maps to and from transformers' ``NemotronHForCausalLM`` (transformers 5), one to one:
-configuration and state dict.
+configuration, linears and state dict.
 
 Ours keeps apart what a precision policy quantizes apart, theirs does not, so two pairs are cut and
 joined along rows: ``in_proj = [in_zxbc; in_dt]``, ``[q_proj; k_proj; v_proj] = qkv``. All else is a
@@ -9,8 +9,9 @@ a copy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ PATTERN_CHARS = {
 NO_DT_FLOOR = 1e-10
 """Transformers clamps dt at ``time_step_min``, whose logarithm it also takes: below any dt that
 matters, yet not 0."""
+
+NO_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+"""Their ``time_step_limit``, and as transformers writes it into JSON."""
 
 REQUIRED = {
     "mlp_hidden_act": "relu2",
@@ -58,6 +62,15 @@ SIZES = {
 }
 """Our size -> their names for it, the one to write first."""
 
+NUMBERS = {
+    "norm_eps": ("layer_norm_epsilon", 1e-5),
+    "init_std": ("initializer_range", 0.02),
+    "dt_floor": ("time_step_min", 0.0),
+    "dt_init_max": ("time_step_max", 0.1),
+    "dt_init_floor": ("time_step_floor", 1e-4),
+}
+"""Our number -> their name for it, and its value where they leave it out."""
+
 
 def config_to_nemotron_h(config: ModelConfig, **extra: Any) -> dict[str, Any]:
     """The keyword arguments of ``NemotronHConfig``, also the content of ``config.json``.
@@ -75,6 +88,7 @@ def config_to_nemotron_h(config: ModelConfig, **extra: Any) -> dict[str, Any]:
         "model_type": "nemotron_h",
         "hybrid_override_pattern": config.pattern,
         "layers_block_type": [LAYER_TYPES[char] for char in config.pattern],
+        "num_hidden_layers": config.num_blocks,
         "layer_norm_epsilon": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
@@ -96,18 +110,34 @@ def config_from_nemotron_h(values: Mapping[str, Any]) -> ModelConfig:
             raise ValueError(
                 f"{key}={values[key]!r} is not supported: this architecture has {required!r}"
             )
+    limit = values.get("time_step_limit", NO_LIMIT[0])
+    if (list(limit) if isinstance(limit, tuple) else limit) not in NO_LIMIT:
+        raise ValueError(
+            f"time_step_limit={limit!r} is not supported: this architecture has [0, infinity]"
+        )
+    pattern = _pattern(values)
+    if values.get("num_hidden_layers", len(pattern)) != len(pattern):
+        raise ValueError(
+            f"num_hidden_layers={values['num_hidden_layers']!r} contradicts the {len(pattern)} "
+            "blocks of the pattern; remove the wrong one"
+        )
     sizes = {ours: _first(values, theirs) for ours, theirs in SIZES.items()}
-    floor = values.get("time_step_min", 0.0)
-    return ModelConfig(
-        pattern=_pattern(values),
-        norm_eps=values.get("layer_norm_epsilon", 1e-5),
-        tie_embeddings=values.get("tie_word_embeddings", False),
-        init_std=values.get("initializer_range", 0.02),
-        dt_floor=floor if floor > NO_DT_FLOOR else 0.0,
-        dt_init_max=values.get("time_step_max", 0.1),
-        dt_init_floor=values.get("time_step_floor", 1e-4),
-        **sizes,
-    )
+    numbers: dict[str, Any] = {
+        ours: _number(values, theirs, default) for ours, (theirs, default) in NUMBERS.items()
+    }
+    if numbers["dt_floor"] <= NO_DT_FLOOR:
+        numbers["dt_floor"] = 0.0
+    tied = values.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise ValueError(f"tie_word_embeddings={tied!r} must be true or false")
+    return ModelConfig(pattern=pattern, tie_embeddings=tied, **numbers, **sizes)
+
+
+def _number(values: Mapping[str, Any], name: str, default: float) -> float:
+    value = values.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r} must be a finite number")
+    return float(value)
 
 
 def _first(values: Mapping[str, Any], names: tuple[str, ...]) -> Any:
@@ -120,8 +150,14 @@ def _first(values: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 def _pattern(values: Mapping[str, Any]) -> str:
     pattern: str | None = values.get("hybrid_override_pattern")
     types: list[str] | None = values.get("layers_block_type") or values.get("layer_types")
+    for name, value, kind in (
+        ("hybrid_override_pattern", pattern, str),
+        ("layers_block_type", types, list),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{name}={value!r} must be a {kind.__name__}")
     if types is not None:
-        unknown = sorted(set(types) - set(PATTERN_CHARS))
+        unknown = sorted({str(layer_type) for layer_type in types} - set(PATTERN_CHARS))
         if unknown:
             raise ValueError(
                 f"layers_block_type has {unknown}; supported: {sorted(PATTERN_CHARS)} "
@@ -147,30 +183,65 @@ def _pattern(values: Mapping[str, Any]) -> str:
     return pattern
 
 
+class Rows(NamedTuple):
+    """Rows ``start`` .. ``end - 1`` of the weight of one of our linears."""
+
+    linear: str
+    start: int
+    end: int
+
+
+def linear_rows(config: ModelConfig) -> dict[str, tuple[Rows, ...]]:
+    """Each of their linears, by module name, as rows of ours, in the order in which they join."""
+    hidden, kv = config.hidden_size, config.attention_kv_size
+    zxbc = config.mamba_inner_size + config.mamba_conv_size
+    found: dict[str, tuple[Rows, ...]] = {}
+    for i, char in enumerate(config.pattern):
+        ours, theirs = f"blocks.{i}", f"model.layers.{i}.mixer"
+        if char == "M":
+            found[f"{theirs}.in_proj"] = (
+                Rows(f"{ours}.mamba.in_zxbc", 0, zxbc),
+                Rows(f"{ours}.mamba.in_dt", 0, config.mamba_num_heads),
+            )
+            found[f"{theirs}.out_proj"] = (Rows(f"{ours}.mamba.out", 0, hidden),)
+        elif char == "-":
+            found[f"{theirs}.up_proj"] = (Rows(f"{ours}.ffn.up", 0, config.ffn_hidden_size),)
+            found[f"{theirs}.down_proj"] = (Rows(f"{ours}.ffn.down", 0, hidden),)
+        else:
+            start = 0
+            for name, size in zip("qkv", (config.attention_size, kv, kv), strict=True):
+                rows = Rows(f"{ours}.attention.qkv", start, start + size)
+                found[f"{theirs}.{name}_proj"] = (rows,)
+                start += size
+            found[f"{theirs}.o_proj"] = (Rows(f"{ours}.attention.o", 0, hidden),)
+    found["lm_head"] = (Rows("head", 0, config.vocab_size),)
+    return found
+
+
 def _renames(config: ModelConfig) -> dict[str, str]:
-    """Our name -> theirs, of all parameters that are not cut or joined."""
-    names = {
-        "embedding.weight": "model.embeddings.weight",
-        "norm.weight": "model.norm_f.weight",
-        "head.weight": "lm_head.weight",
-    }
-    mixers = {
-        "M": {
-            "mamba.conv.bias": "conv1d.bias",
-            "mamba.dt_bias": "dt_bias",
-            "mamba.A_log": "A_log",
-            "mamba.D": "D",
-            "mamba.norm.weight": "norm.weight",
-            "mamba.out.weight": "out_proj.weight",
-        },
-        "-": {"ffn.up.weight": "up_proj.weight", "ffn.down.weight": "down_proj.weight"},
-        "*": {"attention.o.weight": "o_proj.weight"},
+    """Our name -> theirs, of all parameters but linears' weights and convolutions' (see there)."""
+    names = {"embedding.weight": "model.embeddings.weight", "norm.weight": "model.norm_f.weight"}
+    mamba = {
+        "mamba.conv.bias": "conv1d.bias",
+        "mamba.dt_bias": "dt_bias",
+        "mamba.A_log": "A_log",
+        "mamba.D": "D",
+        "mamba.norm.weight": "norm.weight",
     }
     for i, char in enumerate(config.pattern):
         names[f"blocks.{i}.norm.weight"] = f"model.layers.{i}.norm.weight"
-        for ours, theirs in mixers[char].items():
+        for ours, theirs in mamba.items() if char == "M" else ():
             names[f"blocks.{i}.{ours}"] = f"model.layers.{i}.mixer.{theirs}"
     return names
+
+
+def _convolutions(config: ModelConfig) -> dict[str, str]:
+    """Our name -> theirs, of the convolutions' weights: theirs have a dimension more."""
+    return {
+        f"blocks.{i}.mamba.conv.weight": f"model.layers.{i}.mixer.conv1d.weight"
+        for i, char in enumerate(config.pattern)
+        if char == "M"
+    }
 
 
 def to_nemotron_h(state_dict: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -182,19 +253,14 @@ def to_nemotron_h(state_dict: Mapping[str, Tensor], config: ModelConfig) -> dict
     if config.tie_embeddings and "embedding.weight" in rest:
         rest.setdefault("head.weight", rest["embedding.weight"])
     result = {theirs: _take(rest, ours) for ours, theirs in _renames(config).items()}
-    kv = config.attention_kv_size
-    for i, char in enumerate(config.pattern):
-        ours, theirs = f"blocks.{i}", f"model.layers.{i}.mixer"
-        if char == "M":
-            result[f"{theirs}.conv1d.weight"] = _take(rest, f"{ours}.mamba.conv.weight")[:, None]
-            in_zxbc = _take(rest, f"{ours}.mamba.in_zxbc.weight")
-            in_dt = _take(rest, f"{ours}.mamba.in_dt.weight")
-            result[f"{theirs}.in_proj.weight"] = torch.cat([in_zxbc, in_dt])
-        elif char == "*":
-            qkv = _take(rest, f"{ours}.attention.qkv.weight")
-            parts = qkv.split([config.attention_size, kv, kv])
-            for name, part in zip("qkv", parts, strict=True):
-                result[f"{theirs}.{name}_proj.weight"] = part.contiguous()
+    for ours, theirs in _convolutions(config).items():
+        result[theirs] = _take(rest, ours)[:, None]
+    table = linear_rows(config)
+    names = {f"{rows.linear}.weight" for parts in table.values() for rows in parts}
+    weights = {name: _take(rest, name) for name in sorted(names)}
+    for theirs, parts in table.items():
+        joined = [weights[f"{rows.linear}.weight"][rows.start : rows.end] for rows in parts]
+        result[f"{theirs}.weight"] = joined[0] if len(joined) == 1 else torch.cat(joined)
     _require_empty(rest)
     return result
 
@@ -202,7 +268,7 @@ def to_nemotron_h(state_dict: Mapping[str, Tensor], config: ModelConfig) -> dict
 def from_nemotron_h(state_dict: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Their state dict under our names and shapes; public files' ``backbone.`` prefix is read too.
 
-    Raises ValueError on missing or unknown names.
+    Raises ValueError on missing or unknown names, and on a linear of other sizes.
     """
     rest = {
         "model." + name.removeprefix("backbone.") if name.startswith("backbone.") else name: tensor
@@ -211,18 +277,22 @@ def from_nemotron_h(state_dict: Mapping[str, Tensor], config: ModelConfig) -> di
     if config.tie_embeddings and "model.embeddings.weight" in rest:
         rest.setdefault("lm_head.weight", rest["model.embeddings.weight"])
     result = {ours: _take(rest, theirs) for ours, theirs in _renames(config).items()}
-    inner_and_conv = config.mamba_inner_size + config.mamba_conv_size
-    for i, char in enumerate(config.pattern):
-        ours, theirs = f"blocks.{i}", f"model.layers.{i}.mixer"
-        if char == "M":
-            result[f"{ours}.mamba.conv.weight"] = _take(rest, f"{theirs}.conv1d.weight").squeeze(1)
-            in_proj = _take(rest, f"{theirs}.in_proj.weight")
-            in_zxbc, in_dt = in_proj.split([inner_and_conv, config.mamba_num_heads])
-            result[f"{ours}.mamba.in_zxbc.weight"] = in_zxbc.contiguous()
-            result[f"{ours}.mamba.in_dt.weight"] = in_dt.contiguous()
-        elif char == "*":
-            parts = [_take(rest, f"{theirs}.{name}_proj.weight") for name in "qkv"]
-            result[f"{ours}.attention.qkv.weight"] = torch.cat(parts)
+    for ours, theirs in _convolutions(config).items():
+        result[ours] = _take(rest, theirs).squeeze(1)
+    pieces: dict[str, list[Tensor]] = {}
+    for theirs, parts in linear_rows(config).items():
+        weight = _take(rest, f"{theirs}.weight")
+        sizes = [rows.end - rows.start for rows in parts]
+        if weight.ndim != 2 or len(weight) != sum(sizes):
+            raise ValueError(
+                f"{theirs}.weight is {tuple(weight.shape)}, this configuration has {sum(sizes)} "
+                "rows there"
+            )
+        for rows, piece in zip(parts, weight.split(sizes), strict=True):
+            pieces.setdefault(rows.linear, []).append(piece)
+    for name, joined in pieces.items():
+        weight = joined[0].contiguous() if len(joined) == 1 else torch.cat(joined)
+        result[f"{name}.weight"] = weight
     _require_empty(rest)
     return result
 

@@ -5,11 +5,15 @@ groups, `+experiment=`, `--cfg job` and `--multirun` are Hydra's own. Whatever t
 ends with one clear message and exit code 2, never a traceback. Neither torch nor Ray is imported
 before a verb runs: help answers at once.
 
+A verb that has a section of the configuration to itself takes the section's keys without its name,
+and the text that `generate` continues is taken as it stands: Hydra would read commas and braces.
+
 Exit codes: 0 done, 2 the user's mistake, 1 a failure, 75 try again (interrupted, resumable).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -17,10 +21,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from pipeline.config import ConfigError, PermanentError, nearest
+from pipeline.config import ConfigError, ExportConfig, GenerateConfig, PermanentError, nearest
 from pipeline.help import KINDS, VERBS, explain_override, main_help, verb_help
 
 USER_MISTAKE, FAILURE, TRY_AGAIN = 2, 1, 75
+SECTIONS = {"export": ExportConfig, "generate": GenerateConfig}
+PROMPT = "generate.prompt="
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -29,7 +35,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if not arguments or arguments[0] in {"-h", "--help", "help"}:
         print(main_help())
         sys.exit(0 if arguments else USER_MISTAKE)
-    verb, overrides = arguments[0], [_courtesy(item) for item in arguments[1:]]
+    verb, overrides = arguments[0], [_courtesy(item, arguments[0]) for item in arguments[1:]]
     if verb not in VERBS:
         _fail(f"no verb {verb!r}; {nearest(verb, VERBS)}")
     if any(item in {"-h", "--help"} for item in overrides):
@@ -40,10 +46,12 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises; this function words the message
     # Idle OpenMP threads sleep: where they spin, one busy neighbour makes a step 20 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    prompts = [item.removeprefix(PROMPT) for item in overrides if item.startswith(PROMPT)]
+    overrides = [item for item in overrides if not item.startswith(PROMPT)]
     sys.argv = [f"pipeline {verb}", *overrides]
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        _compose_and_call(verb)
+        _compose_and_call(verb, prompts)
     except ConfigError as error:
         _fail(str(error))
     except PermanentError as error:
@@ -64,7 +72,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     sys.exit(0)
 
 
-def _compose_and_call(verb: str) -> None:
+def _compose_and_call(verb: str, prompts: list[str]) -> None:
     """Let Hydra compose, call the verb, and raise what it raised without Hydra's own words."""
     import hydra
     from omegaconf import DictConfig, OmegaConf
@@ -82,6 +90,8 @@ def _compose_and_call(verb: str) -> None:
         for name in ("run", "resume", "name"):  # an id or its beginning may be all digits
             if type(raw[name]) is int:
                 raw[name] = str(raw[name])
+        for prompt in prompts:
+            raw["generate"]["prompt"] = prompt
         if errors:  # of a sweep's earlier job
             return
         try:
@@ -116,9 +126,15 @@ def _interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _courtesy(override: str) -> str:
-    """`experiment=x` means `+experiment=x`: the group has no default to replace."""
-    return f"+{override}" if override.startswith("experiment=") else override
+def _courtesy(override: str, verb: str) -> str:
+    """`experiment=x` means `+experiment=x`: the group has no default to replace.
+
+    A key of the verb's own section is given the section's name.
+    """
+    key = override.partition("=")[0]
+    if verb in SECTIONS and key in {field.name for field in dataclasses.fields(SECTIONS[verb])}:
+        return f"{verb}.{override}"
+    return f"+{override}" if key == "experiment" else override
 
 
 def _composition_mistake(error: Exception, overrides: list[str]) -> str | None:

@@ -36,7 +36,9 @@ AROUND_A_RUN = {  # top-level keys of which no weight of a run depends
     "cluster",
     "evals",
     "experiment",
+    "export",
     "fidelity",
+    "generate",
     "name",
     "resume",
     "root",
@@ -72,6 +74,7 @@ class SourceConfig:
     format: str = "text"  # text | jsonl | parquet
     text_column: str = "text"
     max_bytes: int | None = None  # cap on the training text, in whole documents
+    repeat: bool = True  # whether the plan may go through it more than once
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class DataConfig:
     mixture_block: int = 1024  # units over which a blend's fractions hold
     executor: str = "mmap"  # who reads shards in training: mmap, or ray (Ray Data, slow storage)
     seed: int = 0
+    max_epochs: float = 4.0  # times that a source may be seen before `data show` warns
     skip: tuple[int, ...] = ()  # steps that pass without an update; may change on resume
     block: tuple[str, ...] = ()  # shards whose units weigh nothing; may change on resume
 
@@ -183,6 +187,7 @@ class TrainConfig:
     compare_replicas_every_steps: int = 100  # beside each checkpoint; 0: only there
     hang_timeout_seconds: float = 1200.0  # without progress, before a rank gives up; 0: never
     fork_from: str | None = None  # <run>@<step>: start from the whole state of another run
+    init_from: str | None = None  # start from weights: <run>[@<step>], checkpoint or HF folder
 
 
 @dataclass(frozen=True)
@@ -202,6 +207,30 @@ class FidelityConfig:
     recipes: tuple[str, ...] = ("nvfp4",)
     num_batches: int = 2  # held-out micro-batches
     num_draws: int = 64  # of each stochastic rounding
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """What `export` writes: a folder in Hugging Face's layout."""
+
+    format: str = "hf"  # hf | nvfp4-compressed-tensors | nvfp4-modelopt
+    folder: str | None = None  # none: <run>/exports/step-<n>-<format>
+    dtype: str | None = None  # of what is not packed; none: float32 for hf, else bfloat16
+    shard_bytes: int = 5_000_000_000  # a larger model becomes several files
+    calibration: str | None = None  # a text file for activation scales; none: held-out text
+    calibration_tokens: int = 65_536
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """What `generate` continues, and how it chooses tokens."""
+
+    prompt: str | None = None
+    prompts: str | None = None  # a text file, one prompt a line
+    max_new_tokens: int = 256
+    temperature: float = 0.0  # 0: the likeliest token
+    top_p: float = 1.0  # draw from the likeliest tokens of this probability together
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -240,8 +269,12 @@ class Config:
     tracking: TrackingConfig
     cluster: ClusterConfig
     fidelity: FidelityConfig = FidelityConfig()
+    export: ExportConfig = ExportConfig()
+    generate: GenerateConfig = GenerateConfig()
     run: str | None = None  # the id or `latest`: what eval, report and status work on
-    step: int | None = None  # which step `data at` shows, from 0 on
+    source: str | None = None  # of which source `data inspect` shows a row
+    row: int = 0  # which row
+    step: int | None = None  # which step `data at` shows; whose checkpoint others take
     resume: str | bool = False  # true, or the id of the run to go on with
     name: str | None = None  # a stable id: the same command again goes on with the same run
     experiment: str | None = None
@@ -259,7 +292,8 @@ class Config:
         }
         for name in NOT_DECISIVE:
             decisive["train"].pop(name)
-        for name in ("executor", "skip", "block"):  # the checkpoint keeps account of the last two
+        # The checkpoint keeps account of the last two.
+        for name in ("executor", "max_epochs", "skip", "block"):
             decisive["data"].pop(name)
         return digest(decisive)
 
@@ -435,6 +469,12 @@ def _check_ranges(config: Config) -> None:
         "evals.batch_size": (config.evals.batch_size, 1, huge),
         "fidelity.num_batches": (config.fidelity.num_batches, 1, huge),
         "fidelity.num_draws": (config.fidelity.num_draws, 2, 2**20),
+        "export.shard_bytes": (config.export.shard_bytes, 1, huge),
+        "export.calibration_tokens": (config.export.calibration_tokens, 1, huge),
+        "generate.max_new_tokens": (config.generate.max_new_tokens, 1, 2**24),
+        "generate.temperature": (config.generate.temperature, 0, huge),
+        "generate.top_p": (config.generate.top_p, 1e-9, 1),
+        "generate.seed": (config.generate.seed, 0, 2**32),
         "cluster.workers": (cluster.workers, 0, huge),
         "cluster.cpus_per_worker": (cluster.cpus_per_worker, 0, huge),
         "cluster.gpus_per_worker": (cluster.gpus_per_worker, 0, huge),

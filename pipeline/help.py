@@ -17,12 +17,15 @@ VERBS = {
     "eval": "evaluate a run's checkpoint again: eval run=<id|latest>",
     "report": "write a run's report again: report run=<id|latest>",
     "compare": "measure recipes against BF16: compare fidelity run=<id|latest>",
+    "export": "write a run's checkpoint as a Hugging Face folder: export run=<id|latest>",
+    "generate": 'continue a text: generate run=<id|latest> prompt="..."',
     "status": "a run at a glance: status run=<id|latest>",
-    "data": "the documents that a step saw: data at run=<id|latest> step=<n>",
+    "data": "a corpus and its plan (show), a row (inspect), what a step saw (at)",
     "track": "send a run's metrics to MLflow that could not be sent before: track run=<id|latest>",
 }
 
-KINDS = {"compare": ("fidelity",), "data": ("at",)}  # verbs that take another word: what they do
+# Verbs that take another word, which says what they do.
+KINDS = {"compare": ("fidelity",), "data": ("show", "inspect", "at")}
 
 EXAMPLES = {
     "run": (
@@ -47,8 +50,22 @@ EXAMPLES = {
         ("compare fidelity run=latest 'fidelity.steps=[120,240]'", "on those checkpoints"),
         ("compare fidelity run=latest 'fidelity.recipes=[fp8_block,nvfp4]'", "these recipes"),
     ),
+    "export": (
+        ("export run=latest", "the newest checkpoint, as transformers reads it"),
+        ("export run=latest step=240 dtype=bfloat16 folder=out", "that one, there, in BF16"),
+        ("export run=latest format=nvfp4-compressed-tensors", "packed as it was trained"),
+        ("export run=latest format=nvfp4-modelopt", "the same in ModelOpt's layout"),
+    ),
+    "generate": (
+        ('generate run=latest prompt="Once upon a time"', "greedily"),
+        ('generate run=latest prompt="def " temperature=0.8 top_p=0.9 seed=1', "by drawing"),
+        ("generate run=latest prompts=file.txt max_new_tokens=40", "each line of a file"),
+    ),
     "status": (("status run=latest", "where the newest run stands"),),
     "data": (
+        ("data show", "sources, tokens, phases, and how often each source is seen"),
+        ("data show run=latest", "the same of a run"),
+        ("data inspect source=code row=7", "a row of the corpus, document by document"),
         ("data at run=latest step=130", "what step 130, as messages number it, was trained on"),
     ),
     "track": (("track run=latest", "catch up with the tracking store"),),

@@ -26,6 +26,7 @@ def check(config: Config, stages: tuple[str, ...], run: RunFolder | None = None)
         *_caught(lambda: _check_vocabulary(config)),
         *_caught(lambda: _check_tasks(config)),
         *_caught(lambda: _check_schedule(config, run)),
+        *_caught(lambda: _check_warm_start(config, run)),
     ]
     if "train" in stages and not problems:
         problems += _caught(lambda: _check_precision(config))
@@ -74,6 +75,20 @@ def _check_schedule(config: Config, run: RunFolder | None) -> None:
             fork(config)
     else:
         Schedule.of(config.train, tuple(config.data.sources))
+
+
+def _check_warm_start(config: Config, run: RunFolder | None) -> None:
+    """The weights that a fresh run is to begin with fit its model."""
+    if not config.train.init_from:
+        return
+    if config.train.fork_from:
+        raise ConfigError(
+            "train.init_from and train.fork_from: a child has its parent's weights; give one"
+        )
+    if run is None:
+        from pipeline.warm_start import find_source
+
+        find_source(config)
 
 
 def _check_vocabulary(config: Config) -> None:

@@ -83,6 +83,11 @@ class RunFolder:
         return self.path / "fidelity"
 
     @property
+    def exports(self) -> Path:
+        """One model folder for each `export` that was given no other place."""
+        return self.path / "exports"
+
+    @property
     def failure(self) -> Path:
         """Marker of a permanent failure: a job runner's retry stops at it."""
         return self.path / "FAILED.json"

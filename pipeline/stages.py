@@ -74,6 +74,7 @@ def train(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
     from pipeline.lineage import schedule_of
     from pipeline.train import checkpoint
     from pipeline.train.driver import train_on_workers
+    from pipeline.warm_start import warm_start_of
 
     folder = dataset_folder(config, run)
     dataset = Dataset.open(folder)
@@ -87,6 +88,8 @@ def train(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
     overview = describe_training(config, dataset, schedule)
     update_results(run, overview["results"])
     print("\n".join(overview["lines"]), flush=True)
+    if source := warm_start_of(run):
+        print(f"  weights    from {source.path}", flush=True)
     with Follower(run, tracker, schedule):
         summary = train_on_workers(config, run, folder)
     found = checkpoint.latest(run.checkpoints)

@@ -122,6 +122,15 @@ class Tracker:
             arguments = (str(path), path.name) if path.is_dir() else (str(path),)
             self._call(name, *arguments)
 
+    def log_export(self, folder: Path, record: Mapping[str, Any]) -> None:
+        """An export's record as an artifact, and where it lies as a tag. No weights are moved.
+
+        Raises `TrackingError`.
+        """
+        self._call("log_artifact", str(folder / "export.json"), f"exports/{folder.name}")
+        place = f"{folder} ({record['bytes']} bytes, checksum {record['checksum']})"
+        self._call("set_tag", f"export.{record['format']}.step-{record['step']}", place)
+
     def finish(self, status: str) -> None:
         """Ship what is left and close the run as FINISHED, FAILED or KILLED."""
         self.ship()
@@ -166,7 +175,11 @@ class Tracker:
 
 
 def _tags(run: RunFolder) -> dict[str, str]:
-    """What ties a forked run to its parent: MLflow shows it below that one."""
+    """What a run began from; MLflow shows a forked one below its parent."""
+    source = run.path / "warm_start.json"
+    if source.is_file():
+        known = json.loads(source.read_text())
+        return {f"init.{key}": str(value) for key, value in known.items() if value is not None}
     file = run.path / "lineage.json"
     if not file.is_file():
         return {}

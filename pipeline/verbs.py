@@ -1,8 +1,8 @@
 """What each verb of the command line does, given the composed configuration.
 
 `run`, `prepare` and `train` start a run (or resume one); `eval`, `report`, `compare fidelity`,
-`status`, `data at` and `track` work on a run that exists, with its own configuration: only `evals`,
-`fidelity` and `tracking` may be overridden there.
+`export`, `generate`, `status`, `data at` and `track` work on a run that exists, with its own
+configuration: only `OVERRIDABLE` sections and keys may be given there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,18 @@ from pipeline.runs import (
     write_whole,
 )
 
-OVERRIDABLE = ("evals", "fidelity", "tracking", "root", "run", "step")
+OVERRIDABLE = (
+    "evals",
+    "export",
+    "fidelity",
+    "generate",
+    "tracking",
+    "root",
+    "row",
+    "run",
+    "source",
+    "step",
+)
 
 
 def run(raw: dict[str, Any], overrides: list[str]) -> None:
@@ -87,6 +98,30 @@ def compare_fidelity(raw: dict[str, Any], overrides: list[str]) -> None:
             tracker_safely(lambda: tracker.finish(_mlflow_status(found)))
 
 
+def export(raw: dict[str, Any], overrides: list[str]) -> None:
+    """A checkpoint of an existing run as a Hugging Face folder."""
+    from pipeline.export.stage import export as export_checkpoint
+    from pipeline.stages import tracker_safely
+    from pipeline.tracking import Tracker
+
+    config, found = _existing(raw, overrides)
+    tracker = Tracker(config, root_folder(config), found)
+    with locked(found):
+        tracker.start()
+        try:
+            folder, record = export_checkpoint(config, found)
+            tracker_safely(lambda: tracker.log_export(folder, record))
+        finally:
+            tracker_safely(lambda: tracker.finish(_mlflow_status(found)))
+
+
+def generate(raw: dict[str, Any], overrides: list[str]) -> None:
+    """Continue texts with an existing run's model, streamed to the terminal."""
+    from pipeline.generate import generate as generate_texts
+
+    generate_texts(*_existing(raw, overrides))
+
+
 def track(raw: dict[str, Any], overrides: list[str]) -> None:
     """Send to the tracking store what a run could not send."""
     from pipeline.tracking import Tracker
@@ -109,6 +144,43 @@ def status(raw: dict[str, Any], overrides: list[str]) -> None:
 
     config, found = _existing(raw, overrides)
     print("\n".join(describe(config, found)))
+
+
+def data_show(raw: dict[str, Any], overrides: list[str]) -> None:
+    """What a corpus holds, and how the plan goes through it."""
+    from pipeline.data_show import describe_corpus
+
+    config, folder, run = _corpus_of(raw, overrides)
+    from pipeline.lineage import schedule_of
+
+    print("\n".join(describe_corpus(config, folder, schedule_of(config, run))))
+
+
+def data_inspect(raw: dict[str, Any], overrides: list[str]) -> None:
+    """A row of a corpus as text, with its documents' boundaries."""
+    from pipeline.data_show import describe_row
+
+    source, row = from_dict(raw).source, from_dict(raw).row
+    config, folder, _ = _corpus_of(raw, overrides)
+    print("\n".join(describe_row(config, folder, source, row)))
+
+
+def _corpus_of(raw: dict[str, Any], overrides: list[str]) -> tuple[Config, Path, RunFolder | None]:
+    """The corpus of the run that `run=` names, or of the configuration; it must be prepared."""
+    from pipeline.data.prepare import prepared_folder
+    from pipeline.stages import dataset_folder
+
+    config = from_dict(raw)
+    if config.run:
+        config, found = _existing(raw, overrides)
+        return config, dataset_folder(config, found), found
+    folder = prepared_folder(config.data, root_folder(config))
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder}: this corpus is not prepared yet; prepare it with the same overrides: "
+            "pipeline prepare"
+        )
+    return config, folder, None
 
 
 def data_at(raw: dict[str, Any], overrides: list[str]) -> None:
@@ -199,6 +271,10 @@ def _work(config: Config, found: RunFolder, stages: tuple[str, ...], *, again: b
             from pipeline.lineage import fork, write_lineage
 
             write_lineage(found, fork(config))
+        if config.train.init_from:
+            from pipeline.warm_start import find_source, write_warm_start
+
+            write_warm_start(found, find_source(config))
         write_whole(found.config, yaml.safe_dump(config.to_dict(), sort_keys=False))
     tracker = Tracker(config, root_folder(config), found)
     with locked(found):
@@ -255,7 +331,7 @@ def _existing(raw: dict[str, Any], overrides: list[str]) -> tuple[Config, RunFol
         section, _, key = override.lstrip("+~").partition("=")[0].partition(".")
         if section in {"evals", "tracking"}:
             own[section] = {**own[section], key: now[section][key]} if key else now[section]
-    own |= {key: now[key] for key in ("root", "fidelity", "step")}
+    own |= {key: now[key] for key in ("root", "export", "fidelity", "generate", "step")}
     return from_dict(own), found
 
 

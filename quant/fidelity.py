@@ -147,9 +147,9 @@ def true_gemms(layer: QuantLinear, captured: Captured) -> Products:
     x_TK, dy_TN = bf16_operand(captured.x_TK), bf16_operand(captured.dy_TN)
     w_NK = bf16_operand(layer.weight.detach())
     return {
-        "fprop": gemm(x_TK, w_NK, layer.backend),
-        "dgrad": gemm(dy_TN, w_NK.transpose(), layer.backend),
-        "wgrad": gemm(dy_TN.transpose(), x_TK.transpose(), layer.backend),
+        "fprop": gemm(x_TK, w_NK, layer.shared.backend),
+        "dgrad": gemm(dy_TN, w_NK.transpose(), layer.shared.backend),
+        "wgrad": gemm(dy_TN.transpose(), x_TK.transpose(), layer.shared.backend),
     }
 
 

@@ -9,6 +9,9 @@ scales come after the sum. A CUDA device multiplies BF16 tensors with FP32 outpu
 FP32 tensors that hold the same values, since its BF16 product would be rounded to BF16 before the
 tensor scales; where it has AMX, oneDNN is allowed to use it.
 
+`blackwell` multiplies codes and scales on FP4 tensor cores. Which kernel runs either backend is the
+choice of a table (`kernels.dispatch`) that `choose_backend` asks.
+
 `reference` is the definition, block by block. It is slow and serves the tests.
 
 Legend: M, N rows of the operands, R the reduced dimension.
@@ -19,12 +22,15 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kernels import dispatch
+from kernels.dispatch import Choice, Problem
+from kernels.operand import Operand
 from quant.formats import Format
 from quant.layout import unpack_nibbles
 from quant.quantize import QuantizedTensor, dequantize
@@ -48,7 +54,9 @@ class Decoded:
 
 
 Factor = QuantizedTensor | Decoded
-Gemm = Callable[[Factor, Factor], Tensor]
+Gemm = Callable[[Factor, Factor, Choice], Tensor]
+
+BACKENDS = (*dispatch.BACKENDS, "reference")
 
 
 def bf16_operand(x: Tensor) -> Decoded:
@@ -64,10 +72,47 @@ def transpose(q: QuantizedTensor, backend: str) -> Factor:
     return Decoded(values.t(), q.global_scale)
 
 
-def choose_backend(device: torch.device) -> str:
-    """The backend that runs the GEMMs of a linear on `device`: the one place that decides."""
+def choose_backend(device: torch.device, problem: Problem, backend: str | None = None) -> Choice:
+    """The backend and the kernel that run a GEMM on `device`: the one place that decides.
+
+    Args:
+        backend: one of `BACKENDS` to keep to; None leaves it open.
+
+    Raises:
+        ValueError: `backend` cannot run it.
+    """
     assert device.type in ("cpu", "cuda", "meta"), device
-    return "emulated"
+    if backend == "reference":
+        return Choice("reference", "reference")
+    return dispatch.choose_on(device, problem, backend)
+
+
+def multiplies_codes(device: torch.device, backend: str | None = None) -> bool:
+    """Whether kernels there multiply codes: then operands keep their scales as these read them."""
+    if backend == "reference":
+        return False
+    described = dispatch.describe(device)
+    return described.without_triton is None or described.capability in dispatch.BLACKWELL
+
+
+def format_name(format: Format | None) -> str:
+    """What the table calls a format: one name for all that kernels read alike."""
+    if format is None:
+        return "bf16"
+    kinds = {("e2m1", "e4m3"): "nvfp4", ("e2m1", "e8m0"): "mxfp4", ("e4m3", "e8m0"): "mxfp8"}
+    return kinds.get((format.element, format.scale), format.name)
+
+
+def problem_of(a_MR: Factor, b_NR: Factor) -> Problem:
+    """What the table is asked about `a @ b.T`."""
+    (format_a, (rows, depth_a)), (format_b, (columns, depth_b)) = map(_described, (a_MR, b_NR))
+    return Problem((format_a, format_b), rows, columns, (depth_a, depth_b))
+
+
+def _described(factor: Factor) -> tuple[str, torch.Size]:
+    if isinstance(factor, Decoded):
+        return format_name(None), factor.values.shape
+    return format_name(factor.format), factor.shape
 
 
 def exact_in_bf16(format: Format) -> bool:
@@ -75,15 +120,33 @@ def exact_in_bf16(format: Format) -> bool:
     return format.scale != "fp32" or format.scale_rounding != "nearest"
 
 
-def gemm(a_MR: Factor, b_NR: Factor, backend: str) -> Tensor:
-    """`a @ b.T` in FP32, tensor scales applied.
+def gemm(a_MR: Factor, b_NR: Factor, backend: str | None = None) -> Tensor:
+    """`a @ b.T` in FP32, tensor scales applied, by `backend` or what suits device and shape.
 
     Operands over tokens may be padded with zeros to different multiples; the excess of the longer
     adds nothing.
+
+    `torch.autocast` has no part in it: it would round the products to BF16 before the tensor
+    scales, and with them every weight gradient. The recipe alone says what is rounded.
     """
-    y_MN = GEMMS[backend](a_MR, b_NR)
-    scale = _product(a_MR, b_NR)
+    device = _device(a_MR)
+    choice = choose_backend(device, problem_of(a_MR, b_NR), backend)
+    with _without_autocast(device.type):
+        return _KERNELS[choice.kernel](a_MR, b_NR, choice)
+
+
+def _scaled(y_MN: Tensor, a: Factor, b: Factor) -> Tensor:
+    scale = _product(a, b)
     return y_MN if scale is None else y_MN.mul_(scale)
+
+
+def _without_autocast(device: str) -> AbstractContextManager[object]:
+    on = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
+
+
+def _device(factor: Factor) -> torch.device:
+    return factor.values.device if isinstance(factor, Decoded) else factor.codes.device
 
 
 def _product(a: Factor, b: Factor) -> Tensor | None:
@@ -99,14 +162,15 @@ def _operand_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
-def _emulated(a_MR: Factor, b_NR: Factor) -> Tensor:
+def _torch(a_MR: Factor, b_NR: Factor, choice: Choice) -> Tensor:
     a, b = _values(a_MR), _values(b_NR)
     length = min(a.shape[1], b.shape[1])
     a, b_RN = a[:, :length], b[:, :length].t()
     if a.device.type != "cpu":
-        return torch.mm(a, b_RN, out_dtype=torch.float32)
+        return _scaled(torch.mm(a, b_RN, out_dtype=torch.float32), a_MR, b_NR)
     with bf16_matmul(cpu_multiplies_bf16_faster()):
-        return torch.mm(a, b_RN)
+        y_MN = torch.mm(a, b_RN)
+    return _scaled(y_MN, a_MR, b_NR)
 
 
 def _values(factor: Factor) -> Tensor:
@@ -159,7 +223,26 @@ def cpu_multiplies_bf16_faster() -> bool:
 _STEP = 16  # divides every block length
 
 
-def _reference(a_MR: Factor, b_NR: Factor) -> Tensor:
+def _cublas(a_MR: Factor, b_NR: Factor, choice: Choice) -> Tensor:
+    from kernels.cublas import scaled_mm
+
+    return scaled_mm(_operand(a_MR), _operand(b_NR))
+
+
+def _triton(a_MR: Factor, b_NR: Factor, choice: Choice) -> Tensor:
+    from kernels.gemm import gemm_of
+
+    return gemm_of(_operand(a_MR), _operand(b_NR), choice)
+
+
+def _operand(factor: Factor) -> Operand:
+    assert isinstance(factor, QuantizedTensor)
+    q = factor.swizzle()
+    codes = q.codes if q.format.element_bits == 4 else q.codes.view(torch.float8_e4m3fn)
+    return Operand(codes, q.scales, q.global_scale)
+
+
+def _reference(a_MR: Factor, b_NR: Factor, choice: Choice) -> Tensor:
     """Sum over blocks of (sum of element products) * scale of a * scale of b, all FP32."""
     a, a_scales = _elements(a_MR)
     b, b_scales = _elements(b_NR)
@@ -168,7 +251,7 @@ def _reference(a_MR: Factor, b_NR: Factor) -> Tensor:
         block = slice(start, min(start + _STEP, a.shape[1], b.shape[1]))
         products = (a[:, None, block] * b[None, :, block]).sum(-1)
         y_MN += products * a_scales[:, None, start] * b_scales[None, :, start]
-    return y_MN
+    return _scaled(y_MN, a_MR, b_NR)
 
 
 def _elements(factor: Factor) -> tuple[Tensor, Tensor]:
@@ -179,8 +262,14 @@ def _elements(factor: Factor) -> tuple[Tensor, Tensor]:
     four_bits = factor.format.element_bits == 4
     codes = factor.codes
     values = e2m1_values(unpack_nibbles(codes)) if four_bits else codes.view(torch.float8_e4m3fn)
-    scales = factor.scales.float().repeat_interleave(factor.format.block[1], dim=1)
+    scales = factor.plain().scales.float().repeat_interleave(factor.format.block[1], dim=1)
     return values.float(), scales
 
 
-GEMMS: dict[str, Gemm] = {"emulated": _emulated, "reference": _reference}
+_KERNELS: dict[str, Gemm] = {
+    "cublas": _cublas,
+    "dot_scaled": _triton,
+    "decode": _triton,
+    "torch": _torch,
+    "reference": _reference,
+}

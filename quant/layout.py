@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import cpu
-from quant.backend import use_compiled
+from quant.backend import use_compiled, use_triton
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
 """Block scales are stored in tiles of 128 x 4; a tile is 512 consecutive scales."""
@@ -27,6 +27,12 @@ def transpose_nibbles(packed_RK: Tensor) -> Tensor:
     """Packed codes [R, K/2] as those of the transposed matrix [K, R/2]; R even."""
     if use_compiled(packed_RK):
         return cpu.transpose_codes(packed_RK)
+    if use_triton(packed_RK) and not any(
+        size % 16 for size in (len(packed_RK), 2 * packed_RK.shape[1])
+    ):
+        from kernels.transpose import transpose_codes
+
+        return transpose_codes(packed_RK)
     return pack_nibbles(unpack_nibbles(packed_RK).t().contiguous())
 
 
@@ -54,7 +60,8 @@ def swizzle_scales(scales_MB: Tensor) -> Tensor:
     rows, columns = scales_MB.shape
     padding = (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS)
     padded = functional.pad(scales_MB.contiguous().view(torch.uint8), padding)
-    tiles = padded.view(-1, 4, 32, padded.shape[1] // TILE_COLUMNS, TILE_COLUMNS)
+    tiles_down, tiles_across = padded.shape[0] // TILE_ROWS, padded.shape[1] // TILE_COLUMNS
+    tiles = padded.view(tiles_down, 4, 32, tiles_across, TILE_COLUMNS)
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(scales_MB.dtype)
 
 

@@ -24,11 +24,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from kernels.dispatch import Problem
 from quant.copies import quantize_rowcol, transposed_tokens
 from quant.formats import Format
-from quant.gemm import Decoded, Factor, bf16_operand, choose_backend, gemm, transpose
+from quant.gemm import (
+    Decoded,
+    Factor,
+    bf16_operand,
+    choose_backend,
+    format_name,
+    gemm,
+    multiplies_codes,
+    transpose,
+)
 from quant.quantize import QuantizedTensor, nonfinite_count
-from quant.recipe import BF16, LinearRecipe, Operand
+from quant.recipe import BF16, ROLES, LinearRecipe, Operand
 from quant.rounding import Copy, Role, RoundingKey
 from quant.statistics import Statistics
 from quant.weight_cache import WeightCache
@@ -57,7 +67,7 @@ class Moment:
 class Shared:
     """What all linears of one model share.
 
-    backend: a name in `quant.gemm.GEMMS`; None lets the device decide.
+    backend: a name in `quant.gemm.BACKENDS`; None lets device and shape decide.
     nonfinite: how many NaN and infinite elements the quantizers met, on the device.
     """
 
@@ -116,6 +126,7 @@ class QuantLinear(nn.Linear):
         self.weight_amax: Tensor | None = None
         self.cache = WeightCache()
         self.shared = shared
+        self.num_tokens = 4096  # until the first call
         self._moment: Moment | None = None
 
     @property
@@ -125,8 +136,36 @@ class QuantLinear(nn.Linear):
 
     @property
     def backend(self) -> str:
-        """What runs the GEMMs."""
-        return self.shared.backend or choose_backend(self.weight.device)
+        """What runs the GEMMs, and the kernels where these are not plain torch.
+
+        Where Fprop, Dgrad and Wgrad differ, all three are named. The shape counts: tokens are taken
+        to be as many as in the last call.
+        """
+        choices = [
+            choose_backend(self.weight.device, problem, self.shared.backend)
+            for problem in self._problems()
+        ]
+        backends, kernels = (
+            "/".join(dict.fromkeys(names) if len(set(names)) == 1 else names)
+            for names in ([c.backend for c in choices], [c.kernel for c in choices])
+        )
+        return backends if kernels in ("torch", "reference") else f"{backends} ({kernels})"
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether GEMMs read codes: then scales lie as tensor cores read them, transposes too."""
+        return multiplies_codes(self.weight.device, self.shared.backend)
+
+    def _problems(self) -> list[Problem]:
+        """Fprop, Dgrad and Wgrad."""
+        t, n, k = self.num_tokens, self.out_features, self.in_features
+        names = [format_name(self.recipe.operand(role).spec) for role in ROLES]
+        formats = zip(names[::2], names[1::2], strict=True)
+        shapes = ((t, n, k), (t, k, n), (n, k, t))
+        return [
+            Problem(pair, rows, columns, (depth, depth))
+            for pair, (rows, columns, depth) in zip(formats, shapes, strict=True)
+        ]
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, fprop={self.recipes['recipe'].fprop}"
@@ -215,12 +254,13 @@ class _Call:
         return self.layer.recipes[self.moment.mode]
 
     def gemm(self, a: Factor, b: Factor) -> Tensor:
-        return gemm(a, b, self.layer.backend)
+        return gemm(a, b, self.layer.shared.backend)
 
     def fprop(self, x: Tensor, w_NK: Tensor, *, keep_column: bool) -> tuple[Tensor, Factor | None]:
         """y [..., N] in x's dtype, and x's column copy [K, T] where Wgrad will need it."""
         column = "wgrad_input" if keep_column else None
         x_TK = x.reshape(-1, x.shape[-1])
+        self.layer.num_tokens = x_TK.shape[0]
         x_row, x_KT = self.copies(x_TK, Role.ACTIVATION, "input", column)
         assert x_row is not None
         y_TN = self.gemm(x_row, self.weight(w_NK, "weight"))
@@ -256,6 +296,7 @@ class _Call:
             row_guard=to_row.guard,
             column_guard=to_column.guard,
             column_rht=to_column.rht,
+            swizzled=self.layer.keeps_codes,
         )
         if self.observed:
             self.layer.shared.count_nonfinite(made.nonfinite)
@@ -275,13 +316,18 @@ class _Call:
             return in_bf16.transpose() if transposed else in_bf16
         layer = self.layer
         amax = layer.weight_amax if format.has_global_scale else None
-        along_n = transposed and not format.is_2d
-        q, made = layer.cache.get(w_NK, format, along_n=along_n, step=self.moment.step, amax=amax)
+        kept = layer.keeps_codes
+        along_n = transposed and (kept or not format.is_2d)
+        q, made = layer.cache.get(
+            w_NK, format, along_n=along_n, step=self.moment.step, amax=amax, swizzled=kept
+        )
         if made:
             layer.shared.count_nonfinite(nonfinite_count(w_NK))
         if self.recording:
             self.statistics.operand(layer.name, role, w_NK.t() if along_n else w_NK, q)
-        return transpose(q, layer.backend) if transposed and format.is_2d else q
+        if transposed and not along_n:
+            return transpose(q, layer.shared.backend or "emulated")
+        return q
 
     def key(self, operand: Operand, role: Role, copy: Copy) -> RoundingKey | None:
         """The rounding key of a copy; None where it is rounded to nearest."""
@@ -310,15 +356,18 @@ def _round_output(y: Tensor, dtype: torch.dtype) -> Tensor:
     return y.to(torch.bfloat16).to(dtype)
 
 
-def _take_apart(factor: Factor | None) -> tuple[tuple[Format, torch.Size] | None, list[Any]]:
+Form = tuple[Format, torch.Size, bool]
+
+
+def _take_apart(factor: Factor | None) -> tuple[Form | None, list[Any]]:
     """What to keep on the autograd context, and the tensors to save."""
     if isinstance(factor, QuantizedTensor):
         tensors = [factor.codes, factor.scales, factor.global_scale]
-        return (factor.format, factor.shape), tensors
+        return (factor.format, factor.shape, factor.swizzled), tensors
     return None, [factor.values] if factor else []
 
 
-def _put_together(form: tuple[Format, torch.Size] | None, tensors: list[Any]) -> Factor:
+def _put_together(form: Form | None, tensors: list[Any]) -> Factor:
     """Inverse of `_take_apart`."""
     if form is None:
         return Decoded(*tensors)

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from quant.gemm import GEMMS, exact_in_bf16
+from quant.gemm import BACKENDS, exact_in_bf16
 from quant.linear import MODES, QuantLinear, Shared
 from quant.recipe import LINEAR_RECIPES, ROLES, LinearRecipe, Recipe
 from quant.statistics import Statistics
@@ -165,8 +165,8 @@ def apply_recipe(
             nothing to quantize, a recipe applied twice, an unknown backend. Nothing is swapped
             then.
     """
-    if backend is not None and backend not in GEMMS:
-        raise ValueError(f"unknown backend {backend!r}: choose from {sorted(GEMMS)}")
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}: choose from {sorted(BACKENDS)}")
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     recipes = {name: linear_recipe(recipe, name, num_blocks) for name in linears}
     for name, linear in linears.items():

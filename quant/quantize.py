@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import cpu
-from quant.backend import use_compiled
+from quant import gpu, layout
+from quant.backend import use_compiled, use_triton
 from quant.formats import Format
 from quant.layout import pack_nibbles, transpose_nibbles, unpack_nibbles
 from quant.rounding import (
@@ -60,10 +61,12 @@ class QuantizedTensor:
         codes: uint8 [..., K/2] with the even element in the low nibble, or [..., K] for 8 bits.
         scales: block scales in plain layout, [..., ceil(K / block)]: float8_e4m3fn (NVFP4),
             float8_e8m0fnu (MX) or float32 (FP8 blocks). The scale of a block that spans rows is
-            repeated on each of them, so that one- and two-dimensional blocks look alike.
+            repeated on each of them, so that one- and two-dimensional blocks look alike. Flat
+            in the tensor cores' layout where `swizzled`.
         global_scale: FP32 scalar, the decode scale S_dec; None where the format has none.
         format: the format.
         shape: shape of the tensor that was quantized.
+        swizzled: whether the scales, of a matrix then, are as `layout.swizzle_scales` gives them.
     """
 
     codes: Tensor
@@ -71,6 +74,21 @@ class QuantizedTensor:
     global_scale: Tensor | None
     format: Format
     shape: torch.Size
+    swizzled: bool = False
+
+    def plain(self) -> QuantizedTensor:
+        """The same tensor, its block scales in plain layout."""
+        if not self.swizzled:
+            return self
+        blocks = -(-self.shape[1] // self.format.block[1])
+        scales = layout.unswizzle_scales(self.scales, (self.shape[0], blocks))
+        return replace(self, scales=scales, swizzled=False)
+
+    def swizzle(self) -> QuantizedTensor:
+        """The same matrix, its block scales as tensor cores read them."""
+        if self.swizzled:
+            return self
+        return replace(self, scales=layout.swizzle_scales(self.scales), swizzled=True)
 
     def dequantize(
         self, dtype: torch.dtype = torch.float32, *, global_scale: bool = True
@@ -90,6 +108,8 @@ class QuantizedTensor:
                 f"only a matrix in a format of two-dimensional blocks transposes exactly, not "
                 f"{self.format.name} {tuple(self.shape)}; quantize the transposed tensor instead"
             )
+        if self.swizzled:
+            return self.plain().transpose().swizzle()
         rows, columns = self.shape
         transposed = torch.Size((columns, rows))
         _check_packable(transposed, self.format)
@@ -143,7 +163,7 @@ def nvfp4_global_scales(amax: Tensor, *, guard: bool = False) -> GlobalScales:
         # A tensor on amax's device: torch multiplies by a reciprocal where it divides by a scalar.
         return torch.full_like(amax, value)
 
-    largest = 6 * UNBIASED_GUARD if guard else 6.0
+    largest = largest_code(guard)
     if use_compiled(amax):
         return GlobalScales(*cpu.global_scales(amax, largest_code=largest))
     encode = (constant(448 * largest) / amax).clamp(max=ENCODE_SCALE_CAP)
@@ -160,6 +180,9 @@ def amax_and_nonfinite(x: Tensor) -> tuple[Tensor, Tensor]:
     if use_compiled(x):
         return cpu.amax_and_nonfinite(x)
     x = x.detach()
+    if x.dim() and use_triton(x) and gpu.accepts("amax", gpu.matrix_refusal(x)):
+        amax, _, nonfinite = gpu.amax_and_nonfinite(x.reshape(-1, x.shape[-1]))
+        return amax, nonfinite
     return _amax(x.float().flatten(), 0), (~torch.isfinite(x)).sum()
 
 
@@ -185,6 +208,7 @@ def quantize(
     key: RoundingKey | None = None,
     offset: int = 0,
     guard: bool = False,
+    swizzled: bool = False,
 ) -> QuantizedTensor:
     """Quantize `x` in blocks along its last dimension.
 
@@ -207,6 +231,7 @@ def quantize(
         guard: leave room below 6 so that stochastic rounding is unbiased where the block scale
             rounded down: slope bias -0.41% to -0.06%, MSE 18.9e-3 to 23.5e-3 on Gaussian data.
             Only for stochastic rounding in formats with a global scale.
+        swizzled: give the block scales of a matrix as tensor cores read them.
 
     Returns:
         QuantizedTensor on x's device.
@@ -216,21 +241,43 @@ def quantize(
             belong together.
     """
     _check_input(x, format)
-    _check_options(x, format, amax, rounding, key, offset, guard)
+    check_options(x, format, amax, rounding, key, offset, guard)
     columns = x.shape[-1]
     x_RK = x.detach().reshape(math.prod(x.shape[:-1]), columns)
     if amax is not None:
         amax = amax.to(x.device, torch.float32).reshape(())
     stochastic_key = key if rounding == "stochastic" else None
+    if use_triton(x):
+        wanted = gpu.Wanted(format, amax, largest_code(guard), stochastic_key)
+        if gpu.accepts("quantize", gpu.copy_refusal(x_RK, wanted, offset)):
+            return from_copy(*gpu.quantize(x_RK, wanted, swizzled), format, x.shape, swizzled)
     implementation = _quantize_compiled if use_compiled(x) else _quantize_reference
     codes_RK, scales_RB, decode = implementation(x_RK, format, amax, guard, stochastic_key, offset)
-    return QuantizedTensor(
+    made = QuantizedTensor(
         codes_RK.reshape(*x.shape[:-1], codes_RK.shape[1]),
         scales_RB.reshape(*x.shape[:-1], scales_RB.shape[1]),
         decode,
         format,
         x.shape,
     )
+    return made.swizzle() if swizzled else made
+
+
+def from_copy(
+    copy: tuple[Tensor, Tensor],
+    decode: Tensor | None,
+    format: Format,
+    shape: torch.Size,
+    swizzled: bool,
+) -> QuantizedTensor:
+    """The codes and scales that a kernel gave for a matrix, as a tensor of `shape`."""
+    codes, scales = (t if t.dim() < 2 else t.reshape(*shape[:-1], t.shape[-1]) for t in copy)
+    return QuantizedTensor(codes, scales, decode, format, shape, swizzled)
+
+
+def largest_code(guard: bool) -> float:
+    """What the largest magnitude of a tensor becomes."""
+    return 6 * UNBIASED_GUARD if guard else 6.0
 
 
 def dequantize(
@@ -247,8 +294,13 @@ def dequantize(
     """
     rows, columns = math.prod(q.shape[:-1]), q.shape[-1]
     codes_RK = q.codes.reshape(rows, q.codes.shape[-1])
-    scales_RB = q.scales.reshape(rows, q.scales.shape[-1])
     outer = q.global_scale if global_scale else None
+    why = gpu.dequantize_refusal(q.format, columns, dtype)
+    if use_triton(q.codes) and gpu.accepts("dequantize", why):
+        arguments = (q.scales, q.swizzled, q.format, columns, outer, dtype)
+        return gpu.dequantize(codes_RK, *arguments).reshape(q.shape)
+    scales = q.plain().scales
+    scales_RB = scales.reshape(rows, scales.shape[-1])
     implementation = _dequantize_compiled if use_compiled(q.codes) else _dequantize_reference
     return implementation(codes_RK, scales_RB, q.format, columns, outer, dtype).reshape(q.shape)
 
@@ -269,7 +321,7 @@ def _check_input(x: Tensor, format: Format) -> None:
     _check_packable(x.shape, format)
 
 
-def _check_options(
+def check_options(
     x: Tensor,
     format: Format,
     amax: Tensor | None,
@@ -394,7 +446,7 @@ def _quantize_compiled(
             x_RK,
             block=format.block,
             amax=amax,
-            largest_code=6 * UNBIASED_GUARD if guard else 6.0,
+            largest_code=largest_code(guard),
             random=random,
             offset=offset,
         )

@@ -66,7 +66,7 @@ class Statistics:
         # Its code or its block scale flushes an element; the tensor scale is no part of it.
         units = dequantize(q, torch.float32, global_scale=False)
         error = dequantize(q) - x
-        scales = q.scales.float()
+        scales = q.plain().scales.float()
         limits = torch.finfo(q.scales.dtype)
         least = limits.smallest_normal if q.format.scale == "e8m0" else 0.0
         counts = {

@@ -9,6 +9,7 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
+from quant.copies import quantize_weight
 from quant.formats import Format
 from quant.quantize import QuantizedTensor, quantize
 
@@ -48,6 +49,7 @@ class WeightCache:
         along_n: bool,
         step: int | None,
         amax: Tensor | None = None,
+        swizzled: bool = False,
     ) -> tuple[QuantizedTensor, bool]:
         """The quantized weight, and whether it was quantized just now.
 
@@ -56,6 +58,8 @@ class WeightCache:
             along_n: True for the transposed weight [K, N], with its blocks along N.
             step: the optimizer step.
             amax: FP32 scalar of the whole weight where `w_NK` is a shard of it.
+            swizzled: keep the block scales as tensor cores read them; and of square blocks, the
+                transposed copy beside the other, as one pass makes both.
         """
         key = (step, w_NK.data_ptr(), w_NK._version, w_NK.shape, w_NK.dtype, _identity(amax))
         if key != self._key:
@@ -64,8 +68,12 @@ class WeightCache:
             self._key, self._weight = key, w_NK.detach()
         slot = (format, along_n)
         made = slot not in self._copies
-        if made:
-            self._copies[slot] = quantize(w_NK.t() if along_n else w_NK, format, amax=amax)
+        if made and swizzled and format.is_2d:
+            pair = quantize_weight(w_NK, format, amax, swizzled=True)
+            self._copies[format, False], self._copies[format, True] = pair
+        elif made:
+            source = w_NK.t() if along_n else w_NK
+            self._copies[slot] = quantize(source, format, amax=amax, swizzled=swizzled)
         return self._copies[slot], made
 
 

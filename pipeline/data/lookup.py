@@ -65,16 +65,27 @@ def units_of(
             row,
             shards,
             not blocked.isdisjoint(shards),
-            tuple(_documents(dataset, name, row * length, length, tokenizer)),
+            tuple(documents_in(dataset, name, row * length, length, tokenizer)),
         )
 
 
-def _documents(
-    dataset: Dataset, source: str, start: int, count: int, tokenizer: Tokenizer
+def documents_in(
+    dataset: Dataset,
+    source: str,
+    start: int,
+    count: int,
+    tokenizer: Tokenizer,
+    *,
+    whole: bool = False,
 ) -> Iterator[SeenDocument]:
+    """The documents, or their parts, among `count` tokens of a source from `start` on.
+
+    whole: with all of the text, not its beginning alone.
+    """
     tokens = dataset.read(source, start, count)
     for number, first, end in dataset.documents_of(source, start, count):
         part = tokens[max(first - start, 0) : end - start]
-        text = tokenizer.decode(part[:TOKENS_DECODED].tolist(), skip_special_tokens=True)
+        shown = part if whole else part[:TOKENS_DECODED]
+        text = tokenizer.decode(shown.tolist(), skip_special_tokens=True)
         begins, ends = first >= start, end <= start + count
-        yield SeenDocument(number, part, begins, ends, text[:CHARACTERS])
+        yield SeenDocument(number, part, begins, ends, text if whole else text[:CHARACTERS])

@@ -36,8 +36,10 @@ def check(data: DataConfig) -> None:
 def prepared_folder(data: DataConfig, root: Path) -> Path:
     """Where the corpus of this configuration and these inputs belongs. Lists files, reads none."""
     decisive = dataclasses.asdict(data)
-    for name in ("mixture_block", "executor", "skip", "block"):  # matter in training only
-        del decisive[name]
+    for name in ("mixture_block", "executor", "max_epochs", "skip", "block"):
+        del decisive[name]  # they matter in training only
+    for source in decisive["sources"].values():
+        del source["repeat"]
     path = data.tokenizer.path
     tokenizer = shards.file_sha256(Path(path)) if path else version("tokenizers")
     key = digest([VERSION, shards.FORMAT_VERSION, decisive, identity(data), tokenizer])

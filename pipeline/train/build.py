@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from model import HybridModel, ModelConfig
-from pipeline.config import Config
+from pipeline.config import Config, ConfigError
 from pipeline.data.mixture import Mixture
 from pipeline.data.shards import Dataset
 from pipeline.train.schedule import Schedule
@@ -31,8 +31,21 @@ def build_recipe(config: Config) -> Recipe:
 
 
 def build_mixture(config: Config, schedule: Schedule, dataset: Dataset) -> Mixture:
-    """The plan that orders the dataset's units."""
+    """The plan that orders the dataset's units.
+
+    Raises `ConfigError` for a blend that cannot be had, and where a source that may not repeat ends
+    before the plan does.
+    """
     units = {name: dataset.num_units(name, schedule.unit_length) for name in dataset.sources}
-    return Mixture(
+    mixture = Mixture(
         units, schedule.mixture_phases(), block=config.data.mixture_block, seed=config.data.seed
     )
+    wanted = mixture.used(len(mixture))
+    for name, source in config.data.sources.items():
+        if not source.repeat and wanted[name] > units[name]:
+            raise ConfigError(
+                f"data.sources.{name}.repeat=false: the plan needs {wanted[name]:,} rows of "
+                f"{schedule.unit_length} tokens of it, and it has {units[name]:,}; lower its "
+                "share, train fewer tokens, or let it repeat"
+            )
+    return mixture

@@ -37,6 +37,7 @@ from pipeline.train.spikes import SpikeWindow
 from pipeline.train.step import MicroBatches, StepResult, train_step
 from pipeline.train.stopping import requested
 from pipeline.train.watchdog import Watchdog
+from pipeline.warm_start import load_weights, warm_start_of
 from quant import apply_recipe
 
 OPTIMIZER_CONSTANTS = ("weight_decay", "beta1", "beta2", "epsilon", "clip_norm")
@@ -70,6 +71,7 @@ class Trainer:
         self.device = torch.device(device)
         self.dataset = Dataset.open(dataset_folder)
         self.lineage = lineage_of(run)
+        self.warm_start = warm_start_of(run)
         self.schedule = schedule_of(config, run)
         self.mixture = build_mixture(config, self.schedule, self.dataset)
         self.stream = MixtureStream(self.dataset, self.mixture, self.schedule.unit_length)
@@ -322,6 +324,7 @@ class Trainer:
             "window": self.window.values,
             "exclusions": self.exclusions.to_dict(),
             "lineage": self.lineage.to_dict() if self.lineage else None,
+            "warm_start": self.warm_start.to_dict() if self.warm_start else None,
             "mlflow_run_id": json.loads(tracking.read_text())["run_id"]
             if tracking.is_file()
             else None,
@@ -402,6 +405,8 @@ class Trainer:
             self._save()  # from here on the child needs its parent no more
         else:
             self.exclusions = Exclusions().resumed(self.config.data, 0)
+            if self.warm_start:
+                load_weights(self.warm_start, self.model, self.dataset)
 
     def _load(self, found: Checkpoint) -> None:
         checkpoint.load_model_tensors(self.model, found.tensors("model"))

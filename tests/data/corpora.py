@@ -44,6 +44,8 @@ def write_corpus(
         ]
         (folder / f"holdout/{name}.jsonl").write_text("")
         entries[name] = {
+            "documents": len(documents),
+            "bytes": 4 * sum(len(document) for document in documents),
             "tokens": sum(file["tokens"] for file in files),
             "shards": files,
             "holdout": {

@@ -97,11 +97,11 @@ class Case:
         try:
             for target, moment in plan:
                 process = process or self._start()
-                saving = self._wait_for(process, moment, start=len(met))
-                if saving is None:
+                if not self._wait_for(process, moment, start=len(met)):
                     break
-                met.append((target, self._last_step(), saving))
-                process = self._kill(process, target)
+                self._kill(process, target)
+                met.append((target, self._last_step(), self._is_saving()))
+                process = self._going_on(process, target)
             process = process or self._start()
             assert process.wait(DEADLINE) == 0, f"see {self.root / self.name}.log"
         finally:
@@ -127,12 +127,15 @@ class Case:
                 start_new_session=True,
             )
 
-    def _kill(self, process: psutil.Popen, target: str) -> psutil.Popen | None:
-        """Kill, and nothing else: the process that goes on with the run, if one does."""
+    def _kill(self, process: psutil.Popen, target: str) -> None:
+        """Kill, and nothing else."""
         family = [process, *process.children(recursive=True)]
         self._started += family
         for victim in _victims(family, target):
             _kill(victim)
+
+    def _going_on(self, process: psutil.Popen, target: str) -> psutil.Popen | None:
+        """The process that goes on with the run after the kill, if one does."""
         if target == "worker":
             return process
         try:
@@ -154,22 +157,26 @@ class Case:
         )
         return next(steps, 0)
 
-    def _wait_for(self, process: psutil.Popen, moment: Moment, start: int) -> bool | None:
-        """Until the moment, counted from the run's start of that number.
-
-        Returns whether a checkpoint is being written then; None where the run has ended.
-        """
+    def _wait_for(self, process: psutil.Popen, moment: Moment, start: int) -> bool:
+        """Until the moment, counted from the run's start of that number; whether it came."""
         deadline = time.monotonic() + DEADLINE
         while process.poll() is None:
             assert time.monotonic() < deadline, f"{self.name} hangs"
             starts = [record["step"] for record in self._records() if record["kind"] == "start"]
-            due = len(starts) > start and self._last_step() - starts[start] >= moment.steps_on
-            if due and (not moment.saving or self._is_saving()):
-                return self._is_saving()
-            time.sleep(0.001 if moment.saving else 0.01)
-        return None
+            if len(starts) > start and self._last_step() - starts[start] >= moment.steps_on:
+                return not moment.saving or self._wait_for_save(process)
+            time.sleep(0.01)
+        return False
+
+    def _wait_for_save(self, process: psutil.Popen) -> bool:
+        """Until a checkpoint is being written; False where the run ends before."""
+        while process.poll() is None:
+            if self._is_saving():
+                return True
+        return False
 
     def _is_saving(self) -> bool:
+        """Whether a checkpoint lies half written: after a kill, that it fell into a save."""
         return any((self.folder / "checkpoints").glob(".partial-*"))
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from model import HybridModel, ModelConfig
 from model.hf import (
     config_from_nemotron_h,
     config_to_nemotron_h,
     from_nemotron_h,
+    linear_rows,
     to_nemotron_h,
 )
 
@@ -88,6 +91,32 @@ def test_state_dict_maps_one_to_one_both_ways(small_config: ConfigFactory, chang
     assert all(torch.equal(back[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("size", ["hybrid_12b", "hybrid_8b"])
+def test_the_published_models_have_transformers_names_and_shapes(size: str) -> None:
+    folder = Path(__file__).parents[2] / "conf" / "model"
+    config = ModelConfig(**yaml.safe_load((folder / f"{size}.yaml").read_text()))
+    with torch.device("meta"):
+        model = HybridModel(config)
+        settings = transformers.NemotronHConfig(**config_to_nemotron_h(config))
+        theirs = transformers.NemotronHForCausalLM(settings).state_dict()
+    mapped = to_nemotron_h(model.state_dict(), config)
+    assert {n: t.shape for n, t in mapped.items()} == {n: t.shape for n, t in theirs.items()}
+    back = from_nemotron_h(theirs, config)
+    ours = model.state_dict()
+    assert {n: t.shape for n, t in back.items()} == {n: t.shape for n, t in ours.items()}
+
+
+def test_linears_are_their_rows_of_ours(small_config: ConfigFactory) -> None:
+    model = HybridModel(small_config())
+    theirs = to_nemotron_h(model.state_dict(), model.config)
+    for name, parts in linear_rows(model.config).items():
+        rows = [model.get_parameter(f"{r.linear}.weight")[r.start : r.end] for r in parts]
+        assert torch.equal(torch.cat(rows), theirs[f"{name}.weight"])
+    of_parts = {rows.linear for parts in linear_rows(model.config).values() for rows in parts}
+    linears = {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert of_parts == linears
+
+
 def test_a_missing_or_unknown_tensor_is_refused_by_name(small_config: ConfigFactory) -> None:
     model = HybridModel(small_config())
     state = model.state_dict()
@@ -138,6 +167,9 @@ def test_config_reads_either_pattern_and_refuses_a_contradiction(
         ({"attention_bias": True}, "attention_bias"),
         ({"use_conv_bias": False}, "use_conv_bias"),
         ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
+        ({"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
+        ({"num_hidden_layers": 4}, "num_hidden_layers"),
+        ({"layer_norm_epsilon": float("inf")}, "layer_norm_epsilon"),
     ],
 )
 def test_what_the_architecture_lacks_is_refused_by_name(

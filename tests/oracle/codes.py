@@ -23,15 +23,15 @@ from quant import (
 from tests.oracle.compare import Mismatch
 from tests.oracle.linear import Formats
 from tests.oracle.quantizers import Operand, padded_transpose
-from tests.oracle.step import Arrays, Outcome, Step
+from tests.oracle.step import Arrays, Passes, Step
 from tests.oracle.witness import Witness
 
 
-def compare_codes(step: Step, witness: Witness, outcome: Outcome) -> list[Mismatch]:
+def compare_codes(step: Step, witness: Witness, passes: Passes) -> list[Mismatch]:
     """Codes, block scales and tensor scale of every operand, byte by byte, given equal inputs."""
     mismatches = []
     layers = list(step.formats)
-    for (name, microbatch), record in outcome.records.items():
+    for (name, microbatch), record in passes.records.items():
         site = (step.seed, step.step, microbatch, layers.index(name))
         weight_NK = torch.from_numpy(step.weights[f"{name}.weight"])
         call = witness.calls[name, microbatch]

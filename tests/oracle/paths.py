@@ -6,12 +6,15 @@ so that moments, requantized weights and accumulation are always part of the com
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal
+from unittest import mock
 
 import torch
 
-from model import HybridModel, ModelConfig, document_index
+from model import HybridModel, ModelConfig, document_index, mamba2
 from model.hybrid import Checkpointing
 from pipeline.config import PhaseConfig, TrainConfig
 from pipeline.data.stream import IGNORED, Batch
@@ -21,7 +24,7 @@ from quant.backend import Backend
 from quant.backend import backend as quantizers
 from tests.oracle.linear import recipe_table
 from tests.oracle.step import AdamW, Step, linear_names
-from tests.oracle.witness import Witness, witness_step
+from tests.oracle.witness import Watch, Witness
 
 SEED = 2**40 + 3
 FIRST_STEP = 7
@@ -60,7 +63,9 @@ class Path:
     """``first`` and ``last`` blocks stay in BF16; ``modes`` is the precision of each of the steps.
 
     ``micro_batches`` are indices in the global batch; each holds 2 rows of ``row_length`` tokens.
-    ``between``: what happens to the model between the two steps, and is not part of a step.
+    ``compiled``: what goes through torch.compile, with ``compiler`` as its backend; the scan, which
+    writes into views of its outputs, stays out. ``between``: what happens to the model between the
+    two steps, and is not part of a step.
     """
 
     recipe: str = "nvfp4_paper"
@@ -73,6 +78,8 @@ class Path:
     checkpointing: Checkpointing = "none"
     quantizers: Backend = "auto"
     gemm: str | None = None
+    compiled: Literal["nothing", "blocks", "loss"] = "nothing"
+    compiler: str = "aot_eager"
     between: Callable[[HybridModel, Precision], None] | None = None
 
 
@@ -118,6 +125,31 @@ def walk(path: Path) -> list[tuple[Step, Witness]]:
     num_blocks = path.config.num_blocks
     precision = apply_recipe(model, recipe, num_blocks=num_blocks, seed=SEED, backend=path.gemm)
     optimizer = build_optimizer(model, TRAIN)
+    with compiled(model, path):
+        watch = Watch(model, precision, optimizer, compiled=path.compiled != "nothing")
+        return _walk_watched(path, watch, layers)
+
+
+@contextmanager
+def compiled(model: HybridModel, path: Path) -> Iterator[None]:
+    """The model compiled as the path says, and all graphs forgotten afterwards."""
+    if path.compiled == "nothing":
+        yield
+        return
+    torch.compiler.reset()
+    if path.compiled == "blocks":
+        for block in model.blocks:
+            block.compile(backend=path.compiler)
+    else:
+        model.loss = torch.compile(model.loss, backend=path.compiler)  # type: ignore[method-assign]
+    outside = torch.compiler.disable(mamba2.chunked_scan)
+    with mock.patch.object(mamba2, "chunked_scan", outside):
+        yield
+    torch.compiler.reset()
+
+
+def _walk_watched(path: Path, watch: Watch, layers: list[str]) -> list[tuple[Step, Witness]]:
+    model, precision, num_blocks = watch.model, watch.precision, path.config.num_blocks
     walked = []
     for position, mode in enumerate(path.modes):
         if position and path.between is not None:
@@ -126,14 +158,8 @@ def walk(path: Path) -> list[tuple[Step, Witness]]:
         step = FIRST_STEP + position
         rate = TRAIN.learning_rate / (1 + position)
         with quantizers(path.quantizers):
-            witness = witness_step(
-                model,
-                precision,
-                optimizer,
-                batches(path, step),
-                step=step,
-                learning_rate=rate,
-                clip_norm=CLIP_NORM,
+            witness = watch.step(
+                batches(path, step), step=step, learning_rate=rate, clip_norm=CLIP_NORM
             )
         task = Step(
             config=path.config,

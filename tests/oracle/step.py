@@ -10,7 +10,7 @@ Legend: T tokens of a micro-batch, K input features, N output features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,11 @@ class Moments:
 
 @dataclass(frozen=True)
 class Step:
-    """All that one optimizer step depends on."""
+    """All that one optimizer step depends on.
+
+    ``num_valid``: the valid tokens of the global batch, where ``micro_batches`` are one rank's
+    share of it; None where they are all of it.
+    """
 
     config: ModelConfig
     weights: Mapping[str, np.ndarray]
@@ -77,6 +81,7 @@ class Step:
     adamw: AdamW
     clip_norm: float
     moments: Moments | None = None
+    num_valid: int | None = None
 
 
 @dataclass
@@ -97,14 +102,20 @@ Place = tuple[str, int]
 
 
 @dataclass
-class Outcome:
-    """Every figure of the step. ``gradients`` holds a dictionary per micro-batch, each the sum up
-    to and with that one; ``clipped`` is what AdamW sees."""
+class Passes:
+    """What forward and backward passes give. ``losses`` holds the summed loss of each micro-batch;
+    ``gradients`` a dictionary per micro-batch, each the sum up to and with that one."""
 
     records: dict[Place, Record]
     losses: list[float]
     num_valid: int
     gradients: list[Arrays]
+
+
+@dataclass
+class Outcome(Passes):
+    """Every figure of the step; ``clipped`` is what AdamW sees."""
+
     grad_norm: float
     clipped: Arrays
     weights: Arrays
@@ -114,8 +125,9 @@ class Outcome:
 class Course:
     """Decides with which values the step goes on: here, with the oracle's own."""
 
-    def meets(self, place: Place, what: str, value_TC: np.ndarray) -> None:
-        """``value`` is the x or dy that a linear is given."""
+    def meets(self, place: Place, what: str, value_TC: np.ndarray) -> np.ndarray:
+        """The x or dy that a linear goes on with, having been given ``value``."""
+        return value_TC
 
     def takes(self, place: Place, what: str, product_TC: Product) -> np.ndarray:
         """The y or dx that a linear hands on, FP32 holding BF16 values."""
@@ -127,13 +139,13 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, leaf: _Leaf) -> Tensor:
         ctx.leaf, ctx.site = leaf, leaf.oracle.site(leaf.layer)
         ctx.record = leaf.oracle.records.setdefault((leaf.name, ctx.site.microbatch), Record())
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(weight)
         return leaf.fprop(ctx.record, ctx.site, x, weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        return *ctx.leaf.backward_gemms(ctx.record, ctx.site, x, weight, dy), None
+        (weight,) = ctx.saved_tensors
+        return *ctx.leaf.backward_gemms(ctx.record, ctx.site, weight, dy), None
 
 
 class _Leaf(nn.Module):
@@ -150,7 +162,7 @@ class _Leaf(nn.Module):
     def fprop(self, record: Record, site: Site, x: Tensor, weight: Tensor) -> Tensor:
         rules, course = self.oracle.rules, self.oracle.course
         x_TK = x.detach().flatten(0, -2).numpy().copy()
-        course.meets((self.name, site.microbatch), "x", x_TK)
+        x_TK = course.meets((self.name, site.microbatch), "x", x_TK)
         w_NK = rules.weight(self.name, weight.detach().numpy())
         operands = forward_operands(self.oracle.formats[self.name].forward, x_TK, w_NK)
         product = gemm(operands["x"], operands["w"], rules)
@@ -161,12 +173,12 @@ class _Leaf(nn.Module):
         return torch.from_numpy(y_TN.copy()).view(*x.shape[:-1], -1)
 
     def backward_gemms(
-        self, record: Record, site: Site, x: Tensor, weight: Tensor, dy: Tensor
+        self, record: Record, site: Site, weight: Tensor, dy: Tensor
     ) -> tuple[Tensor, Tensor]:
         rules, course = self.oracle.rules, self.oracle.course
         dy_TN = dy.flatten(0, -2).numpy().copy()
-        course.meets((self.name, site.microbatch), "dy", dy_TN)
-        x_TK = x.detach().flatten(0, -2).numpy()
+        dy_TN = course.meets((self.name, site.microbatch), "dy", dy_TN)
+        x_TK = record.tensors["x"]
         w_NK = rules.weight(self.name, weight.detach().numpy())
         format = self.oracle.formats[self.name].backward
         operands = backward_operands(format, x_TK, w_NK, dy_TN, site, rules)
@@ -176,7 +188,7 @@ class _Leaf(nn.Module):
         record.tensors |= {"dy": dy_TN, "dx": dx_TK}
         record.operands |= operands
         record.products |= {"dx": product, "dw": dw}
-        return torch.from_numpy(dx_TK.copy()).view(x.shape), torch.from_numpy(dw.fp32())
+        return torch.from_numpy(dx_TK.copy()).view(*dy.shape[:-1], -1), torch.from_numpy(dw.fp32())
 
 
 class _Pass:
@@ -201,17 +213,16 @@ class _Pass:
     def site(self, layer: int) -> Site:
         return Site(self.step.seed, self.step.step, self.microbatch, layer)
 
-    def run(self) -> tuple[list[float], int, list[Arrays]]:
-        """The summed loss of each micro-batch, the count of valid tokens, gradients."""
+    def run(self) -> Passes:
         losses, gradients = [], []
-        num_valid = sum(int((mb.labels != IGNORED).sum()) for mb in self.step.micro_batches)
+        num_valid = self.step.num_valid or count_valid(self.step.micro_batches)
         for micro_batch in self.step.micro_batches:
             self.microbatch = micro_batch.index
             loss, _ = self.model.loss(micro_batch.tokens, micro_batch.labels, micro_batch.seq_idx)
             (loss / num_valid).backward()
             losses.append(loss.item())
             gradients.append(self.summed_gradients())
-        return losses, num_valid, gradients
+        return Passes(self.records, losses, num_valid, gradients)
 
     def summed_gradients(self) -> Arrays:
         summed = {}
@@ -226,15 +237,23 @@ def linear_names(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
+def count_valid(micro_batches: Iterable[MicroBatch]) -> int:
+    return sum(int((micro_batch.labels != IGNORED).sum()) for micro_batch in micro_batches)
+
+
+def run_passes(step: Step, rules: Rules | None = None, course: Course | None = None) -> Passes:
+    """The step up to its gradients; also of a share of the global batch, and an empty one."""
+    return _Pass(step, rules or Rules(), course or Course()).run()
+
+
 def run_step(step: Step, rules: Rules | None = None, course: Course | None = None) -> Outcome:
     """The whole step."""
-    passes = _Pass(step, rules or Rules(), course or Course())
-    losses, num_valid, gradients = passes.run()
-    grad_norm = global_norm(gradients[-1])
-    clipped = clip(gradients[-1], grad_norm, step.clip_norm)
+    passes = run_passes(step, rules, course)
+    grad_norm = global_norm(passes.gradients[-1])
+    clipped = clip(passes.gradients[-1], grad_norm, step.clip_norm)
     weights, moments = adamw(step, clipped)
     return Outcome(
-        passes.records, losses, num_valid, gradients, grad_norm, clipped, weights, moments
+        **vars(passes), grad_norm=grad_norm, clipped=clipped, weights=weights, moments=moments
     )
 
 

@@ -13,15 +13,17 @@ import torch
 from kernels import cpu
 from model import HybridModel
 from quant import Precision
+from quant.backend import Backend
+from quant.backend import backend as use_quantizers
 from tests.oracle import step as step_module
 from tests.oracle.codes import as_bytes, compare_codes, operand_bytes
 from tests.oracle.compare import compare, same_bits, shown
 from tests.oracle.linear import Rules
 from tests.oracle.mutants import MUTANTS, StaleWeights
 from tests.oracle.paths import FIRST_STEP, PATHS, Path, walk
-from tests.oracle.step import MicroBatch, Outcome, Step, run_step
+from tests.oracle.step import MicroBatch, Passes, Step, run_step
 from tests.oracle.witness import Witness
-from tests.quant.toy_hybrid import recorded_copies
+from tests.quant.toy_hybrid import one_linear, recorded_copies
 
 
 @cache
@@ -33,8 +35,8 @@ def walked(path: Path) -> list[tuple[Step, Witness]]:
 
 def disagreements(step: Step, witness: Witness, rules: Rules | None = None) -> set[str]:
     """The kinds of values that disagree, codes included."""
-    mismatches, outcome = compare(step, witness, rules)
-    return {m.what for m in mismatches + compare_codes(step, witness, outcome)}
+    mismatches, passes = compare(step, witness, rules)
+    return {m.what for m in mismatches + compare_codes(step, witness, passes)}
 
 
 @pytest.mark.parametrize("name", PATHS)
@@ -42,9 +44,9 @@ def test_every_figure_of_two_steps_is_the_oracle_s(name: str) -> None:
     for step, witness in walked(PATHS[name]):
         assert witness.result is not None
         assert witness.result.taken
-        mismatches, outcome = compare(step, witness)
+        mismatches, passes = compare(step, witness)
         assert not mismatches, shown(mismatches)
-        wrong_codes = compare_codes(step, witness, outcome)
+        wrong_codes = compare_codes(step, witness, passes)
         assert not wrong_codes, shown(wrong_codes)
 
 
@@ -95,6 +97,37 @@ def test_the_layers_themselves_make_the_oracle_s_bytes() -> None:
     assert compared == 4 * 2 * 2  # linears, micro-batches, x and dy
 
 
+# Autocast, which decides nothing about a linear
+
+
+@pytest.mark.parametrize("quantizers", ["auto", "reference"])
+def test_autocast_changes_no_bit_of_a_linear(quantizers: Backend) -> None:
+    def passes() -> list[torch.Tensor]:
+        layer, precision = one_linear()
+        precision.begin(step=3, microbatch=1)
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(32, layer.in_features, generator=generator, requires_grad=True)
+        y = layer(x)
+        y.backward(torch.randn(y.shape, generator=generator))
+        assert x.grad is not None
+        assert layer.weight.grad is not None
+        return [y.detach(), x.grad, layer.weight.grad]
+
+    with use_quantizers(quantizers):
+        plain = passes()
+        with torch.autocast("cpu", torch.bfloat16):
+            under_autocast = passes()
+    for expected, tensor in zip(plain, under_autocast, strict=True):
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, expected)
+
+
+def test_autocast_turned_off_changes_no_bit() -> None:
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+        step, witness = walk(Path(modes=("recipe",)))[0]
+    assert not disagreements(step, witness)
+
+
 # The oracle alone
 
 
@@ -114,7 +147,7 @@ def test_the_oracle_left_to_itself_takes_nearly_the_same_step(recipe: str) -> No
         assert np.linalg.norm(mine - theirs) < 0.2 * np.linalg.norm(mine)
 
 
-def equal_codes(a: Outcome, b: Outcome) -> list[float]:
+def equal_codes(a: Passes, b: Passes) -> list[float]:
     """The share of equal code bytes of each quantized operand; 1 where there is none."""
     shares = [1.0]
     for place, record in a.records.items():

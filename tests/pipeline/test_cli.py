@@ -67,7 +67,7 @@ def test_help_lists_everything_without_importing_torch_or_ray(arguments: tuple[s
         (("run", "tracking.uri=foo://bar", "data.holdout_fraction=0.5"), "tracking.offline=true"),
         (("eval", "run=latest", "model=tiny"), "own configuration stands"),
         (("eval",), "name the run"),
-        (("data",), "say what, as data at run=latest"),
+        (("data",), "say what, as data show run=latest"),
         (("data", "ta", "run=latest"), "did you mean at"),
         (("data", "at", "run=latest", "step=x"), "step: expected int, got 'x'"),
         (("data", "at", "run=latest", "step=3"), "there is no run in"),

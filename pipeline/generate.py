@@ -1,0 +1,95 @@
+"""`python -m pipeline generate`: continue texts with a run's checkpoint, streamed as they come."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from pipeline.config import Config, ConfigError, GenerateConfig
+from pipeline.data.shards import Dataset
+from pipeline.data.tokenizer import load_tokenizer
+from pipeline.runs import RunFolder
+from pipeline.stages import dataset_folder
+from pipeline.trained import find_checkpoint, inference_device, load_model
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream:
+    """Prints tokens as text as soon as their bytes are whole characters."""
+
+    def __init__(self, tokenizer: Tokenizer, out: TextIO) -> None:
+        self._tokenizer, self._out = tokenizer, out
+        self._pending: list[int] = []
+
+    def put(self, token: int) -> None:
+        """One more token."""
+        self._pending.append(token)
+        text = self._tokenizer.decode(self._pending, skip_special_tokens=True)
+        if not text.endswith(INCOMPLETE):
+            self._write(text)
+
+    def end(self) -> None:
+        """Print what is left, a character cut off in the middle too."""
+        self._write(self._tokenizer.decode(self._pending, skip_special_tokens=True))
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+        self._pending = []
+
+
+def generate(config: Config, run: RunFolder, out: TextIO | None = None) -> None:
+    """Print each prompt with its continuation, in BF16, until the end of the document.
+
+    Greedy unless `temperature` is above 0; draws depend on `seed`, and on which prompt it is of
+    several. Raises `ConfigError` without a prompt, or where one is empty.
+    """
+    out = out or sys.stdout
+    settings = config.generate
+    prompts = _prompts(settings)
+    dataset = Dataset.open(dataset_folder(config, run))
+    tokenizer = load_tokenizer(dataset.tokenizer_path)
+    model, precision = load_model(config, find_checkpoint(config, run), inference_device())
+    precision.mode = "bf16"
+    for number, prompt in enumerate(prompts):
+        ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+        stream = TextStream(tokenizer, out)
+        out.write(prompt)
+        out.flush()
+
+        def show(row: int, new_tokens: list[int], stream: TextStream = stream) -> bool:
+            stream.put(new_tokens[-1])
+            return False
+
+        model.generate(
+            [ids],
+            settings.max_new_tokens,
+            dataset.eos_id,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            seed=settings.seed + number,
+            should_stop=show,
+        )
+        stream.end()
+        out.write("\n")
+
+
+def _prompts(settings: GenerateConfig) -> list[str]:
+    if (settings.prompt is None) == (settings.prompts is None):
+        raise ConfigError('generate: give either prompt="..." or prompts=<file, one a line>')
+    if settings.prompt is not None:
+        prompts = [settings.prompt]
+    else:
+        path = Path(str(settings.prompts))
+        try:
+            prompts = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"prompts={path}: cannot be read ({error})") from error
+    if not prompts or "" in prompts:
+        raise ConfigError("generate: a prompt needs at least one character")
+    return prompts

@@ -1,0 +1,70 @@
+"""What the compiler makes of the kernels stays as good as `figures.json` says, on every target.
+
+After a change for the better, `python -m tests.kernels.test_check` writes the file anew.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
+
+FIGURES = Path(__file__).with_name("figures.json")
+TOLERANCE = 1.05
+# Compiling takes seconds a kernel: all of them for one target, the largest for the others.
+OTHERS = ("rowcol SR+SR", "weight 16x16")
+
+
+def rows(*arguments: str) -> list[dict[str, Any]]:
+    """Rows of `kernels.check --json`, in a process of its own: this one may be interpreting."""
+    command = [sys.executable, "-m", "kernels.check", "--json", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode in (0, 1), run.stderr
+    return json.loads(run.stdout)["rows"]
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[dict[str, Any]]:
+    return rows("--targets", "100") + rows("--targets", "90,103,120", *OTHERS)
+
+
+def test_nothing_spills_and_every_instruction_is_there(measured: list[dict[str, Any]]):
+    for row in measured:
+        assert not row["problems"], (row["kernel"], row["target"], row["problems"])
+        assert row["stack_bytes"] == row["spill_bytes"] == 0
+        assert row["required_instructions_present"]
+
+
+def test_no_figure_got_worse(measured: list[dict[str, Any]]):
+    figures = json.loads(FIGURES.read_text())
+    for row in measured:
+        committed = figures[row["kernel"]][str(row["target"])]
+        assert row["instructions_per_element"] <= TOLERANCE * committed, (row, committed)
+
+
+def test_the_goals_are_met(measured: list[dict[str, Any]]):
+    per_element = {
+        row["kernel"]: row["instructions_per_element"] for row in measured if row["target"] == 100
+    }
+    assert per_element["rowcol RNE+RNE"] <= 16
+    assert per_element["rowcol SR+SR"] <= 24
+    assert per_element["weight 16x16"] <= 33.6 / 2  # torchao's, measured in the same way
+
+
+def write_figures() -> None:
+    """Write `figures.json` from all kernels on all targets."""
+    figures: dict[str, dict[str, float]] = {}
+    for row in rows():
+        figures.setdefault(row["kernel"], {})[str(row["target"])] = row["instructions_per_element"]
+    FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    write_figures()
