@@ -32,6 +32,32 @@ def _start() -> None:
 
     torch.set_num_threads(1)
     interpreter._convert_float = convert_float
+    interpreter._patch_lang = patch_once(interpreter._patch_lang)
+
+
+def patch_once(patch_lang: Callable[..., Any]) -> Callable[..., Any]:
+    """`_patch_lang` that patches each module of Triton's language once in a run of a kernel.
+
+    Triton's does it anew at each call of a function, which takes most of a test's time.
+    """
+    from triton import language
+
+    patched: set[str] = set()
+
+    def patch(fn: Any) -> Any:
+        values = list(fn.__globals__.values())
+        wanted = {m.__name__ for m in (language, language.core) if any(v is m for v in values)}
+        if patched and wanted <= patched:
+            return None
+        starts = not patched
+        patched.update(wanted)
+        scope = patch_lang(fn)
+        if starts:
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        return scope
+
+    return patch
 
 
 def call(function: str, args: tuple, kwargs: dict) -> Any:

@@ -69,8 +69,8 @@ def _step(x_TK: Tensor, w_NK: Tensor, dy_TN: Tensor, recipe: str) -> tuple:
     made = named_recipe(recipe).with_blocks(first=0, last=0)
     precision = apply_recipe(model, made, num_blocks=1, seed=5)
     layer = precision.layers["blocks.0.up"]
-    precision.begin(3, 1)
     precision.statistics.request()
+    precision.begin(3, 1)
     x = x_TK.clone().requires_grad_()
     y = layer(x)
     y.backward(dy_TN)

@@ -147,11 +147,10 @@ def test_values(interpreted: Run, format: Format, dtype: torch.dtype):
         ((10, 0), "nvfp4", "blackwell (dot_scaled)"),
         ((9, 0), "nvfp4", "emulated (decode)"),
         ((10, 0), "mxfp4", "blackwell (dot_scaled)"),
-        ((8, 0), "nvfp4", None),
     ],
 )
 def test_a_linear_runs_on_the_kernels(
-    interpreted: Run, capability: tuple[int, int], recipe: str, kernels: str | None
+    interpreted: Run, capability: tuple[int, int], recipe: str, kernels: str
 ):
     """Forward and backward: the codes are the reference's, so only the order of sums differs."""
     x, w, dy = (
@@ -169,9 +168,10 @@ def test_a_linear_runs_on_the_kernels(
         # Quantized magnitudes stay under three times the originals after an RHT of these sizes.
         bound = 2 * 128 * 2.0**-24 * 9 * sizes + (ulp(expected) if rounded else 0)
         assert ((found - expected).abs() <= bound).all()
-    if kernels is not None:
-        assert made[3] == kernels
-    assert made[4:] == wanted[4:]
+    assert made[3] == kernels
+    # Of the same codes, so equal up to the order in which two processes add.
+    assert made[4] == pytest.approx(wanted[4], rel=1e-5)
+    assert made[5] == wanted[5]
 
 
 def ulp(y: Tensor) -> Tensor:
