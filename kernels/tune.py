@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -71,11 +70,3 @@ def save(card: str, entries: Mapping[str, Entry]) -> Path:
     beside.write_text(json.dumps({k: asdict(v) for k, v in sorted(merged.items())}, indent=1))
     beside.replace(file)
     return file
-
-
-def fastest(
-    candidates: Sequence[tuple[str, int]], seconds: Callable[[str, int], Sequence[float]]
-) -> Entry:
-    """The candidate (kernel, tiling) of least median time; the first of equals."""
-    timed = [Entry(*c, 1e6 * statistics.median(seconds(*c))) for c in candidates]
-    return min(timed, key=lambda entry: entry.microseconds)

@@ -132,7 +132,7 @@ def gemm(a_MR: Factor, b_NR: Factor, backend: str | None = None) -> Tensor:
     device = _device(a_MR)
     choice = choose_backend(device, problem_of(a_MR, b_NR), backend)
     with _without_autocast(device.type):
-        return _KERNELS[choice.kernel](a_MR, b_NR, choice)
+        return KERNELS[choice.kernel](a_MR, b_NR, choice)
 
 
 def _scaled(y_MN: Tensor, a: Factor, b: Factor) -> Tensor:
@@ -266,7 +266,7 @@ def _elements(factor: Factor) -> tuple[Tensor, Tensor]:
     return values.float(), scales
 
 
-_KERNELS: dict[str, Gemm] = {
+KERNELS: dict[str, Gemm] = {
     "cublas": _cublas,
     "dot_scaled": _triton,
     "decode": _triton,

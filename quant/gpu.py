@@ -106,7 +106,7 @@ def quantize(x_RK: Tensor, wanted: Wanted, swizzled: bool) -> tuple[Copy, Tensor
     if not wanted.format.has_global_scale:
         return _mx(x_RK, wanted, swizzled, column=False), None
     amax = amax_and_nonfinite(x_RK)[0] if wanted.amax is None else wanted.amax
-    copies, decodes = _nvfp4(x_RK, wanted._replace(amax=amax), None, swizzled)
+    copies, decodes = nvfp4(x_RK, wanted._replace(amax=amax), None, swizzled)
     assert copies[0] is not None
     return copies[0], decodes[0]
 
@@ -115,15 +115,15 @@ def rowcol(
     x_TK: Tensor, row: Wanted | None, column: Wanted | None, swizzled: bool
 ) -> tuple[Copy | None, Copy | None, Tensor | None, Tensor | None, Tensor]:
     """Row copy, column copy, S_dec of each, and the number of non-finite elements of x."""
-    nvfp4 = [w if w is not None and w.format.has_global_scale else None for w in (row, column)]
-    signs = nvfp4[1].signs if nvfp4[1] is not None else None
+    tensor_scaled = [w if w and w.format.has_global_scale else None for w in (row, column)]
+    signs = tensor_scaled[1].signs if tensor_scaled[1] is not None else None
     amax_x, amax_y, nonfinite = amax_and_nonfinite(x_TK, signs)
     measured = (amax_x, amax_x if signs is None else amax_y)
     to_row, to_column = (
         w if w is None or w.amax is not None else w._replace(amax=amax)
-        for w, amax in zip(nvfp4, measured, strict=True)
+        for w, amax in zip(tensor_scaled, measured, strict=True)
     )
-    copies, decodes = _nvfp4(x_TK, to_row, to_column, swizzled)
+    copies, decodes = nvfp4(x_TK, to_row, to_column, swizzled)
     row_copy, column_copy = copies
     if row is not None and row_copy is None:
         row_copy = _mx(x_TK, row, swizzled, column=False)
@@ -132,9 +132,10 @@ def rowcol(
     return row_copy, column_copy, *decodes, nonfinite
 
 
-def _nvfp4(
+def nvfp4(
     x_TK: Tensor, row: Wanted | None, column: Wanted | None, swizzled: bool
 ) -> tuple[tuple[Copy | None, Copy | None], tuple[Tensor | None, Tensor | None]]:
+    """Row and column copy in one pass, and S_dec of each; every wanted copy has its amax."""
     from kernels.nvfp4 import global_scales
     from kernels.rowcol import quantize_rowcol
 

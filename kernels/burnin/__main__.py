@@ -15,7 +15,9 @@ from kernels.burnin.verdicts import exit_code, line, run, summary
 
 def main() -> int:
     """Run all checks and print the page, or JSON."""
-    parser = argparse.ArgumentParser(prog="python -m kernels.burnin", description=kernels.burnin.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m kernels.burnin", description=kernels.burnin.__doc__
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("names", nargs="*", help="parts of names of checks; all if none")
     arguments = parser.parse_args()

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kernels import dispatch
+from kernels import dispatch, tuner
 from kernels.burnin import curve, judge
-from kernels.burnin.verdicts import Check, Failure, Skipped
+from kernels.burnin.verdicts import Check, CheckError, NotCheckedError
 from quant import apply_recipe, named_recipe
 from quant.backend import backend
 from quant.copies import quantize_rowcol, quantize_weight
 from quant.formats import MXFP4, MXFP8, NVFP4, NVFP4_2D, Format
+from quant.gemm import KERNELS as GEMM_KERNELS
 from quant.gemm import gemm
 from quant.quantize import QuantizedTensor, amax_and_nonfinite, dequantize, quantize
 from quant.rounding import Copy, Role, RoundingKey, random_bytes
@@ -67,8 +68,10 @@ def card(device: torch.device) -> str:
 
     described = dispatch.describe(device)
     if described.without_triton is not None:
-        raise Failure(described.without_triton)
-    choice = dispatch.choose(described, dispatch.Problem(("nvfp4", "nvfp4"), 4096, 4096, (4096, 4096)))
+        raise CheckError(described.without_triton)
+    choice = dispatch.choose(
+        described, dispatch.Problem(("nvfp4", "nvfp4"), 4096, 4096, (4096, 4096))
+    )
     assert described.capability is not None
     return (
         f"{described.name}, {dispatch.sm(described.capability)}, torch {torch.__version__}, CUDA "
@@ -175,7 +178,7 @@ def cvt_rs(device: torch.device, size: int = 1 << 20) -> str:
     from kernels.e2m1 import rs_byte_order
 
     if dispatch.describe(device).capability not in ((10, 0), (10, 3)):
-        raise Skipped("cvt.rs exists on sm_100 and sm_103 only")
+        raise NotCheckedError("cvt.rs exists on sm_100 and sm_103 only")
     y = torch.rand(size, generator=torch.Generator().manual_seed(1)) * 12 - 6
     y[::16] = 6.0  # with an amax of 2688 every scale is 1
     with backend("triton"):
@@ -192,10 +195,10 @@ def cvt_rs(device: torch.device, size: int = 1 << 20) -> str:
         return f"each element takes its own byte; rs_byte_order() = {rs_byte_order():#06x} stands"
     if len(orders) == 1:
         selector = judge.mended_selector(rs_byte_order(), orders[0])
-        raise Failure(
+        raise CheckError(
             f"elements take bytes {orders[0]}: kernels.e2m1.rs_byte_order must be {selector:#06x}"
         )
-    raise Failure(f"no order of four bytes explains the codes ({len(orders)} do)")
+    raise CheckError(f"no order of four bytes explains the codes ({len(orders)} do)")
 
 
 KERNELS = ("cublas", "dot_scaled", "decode")
@@ -219,22 +222,23 @@ def products(
             why = row.refusal(described, problem)
             if why is not None:
                 continue
-            for a, b, bound in (integers(format, rows, columns, depth), drawn(format, rows, columns, depth)):
+            for a, b, bound in (
+                integers(format, rows, columns, depth),
+                drawn(format, rows, columns, depth),
+            ):
                 wanted = gemm(a, b, "emulated")
                 for tiling in range(tried):
                     made = product(a.to(device), b.to(device), kernel, tiling)
                     share = judge.judge_sums(f"{problem}, tiling {tiling}", made, wanted, bound)
                     worst, count = max(worst, share), count + 1
     if not count:
-        raise Skipped(why or "no shape")
+        raise NotCheckedError(why or "no shape")
     return f"{count} products; at most {worst:.2g} of the bound of summation"
 
 
 def product(a: QuantizedTensor, b: QuantizedTensor, kernel: str, tiling: int) -> Tensor:
     """By one kernel."""
-    from quant.gemm import KERNELS as BY_NAME
-
-    return BY_NAME[kernel](a.swizzle(), b.swizzle(), dispatch.Choice("", kernel, "", tiling))
+    return GEMM_KERNELS[kernel](a.swizzle(), b.swizzle(), dispatch.Choice("", kernel, "", tiling))
 
 
 def integers(
@@ -246,7 +250,9 @@ def integers(
     for size in (rows, columns):
         x = torch.randint(-1, 2, (size, depth), generator=generator).float()
         x[:, :: format.block[1]] = format.element_max
-        made.append(quantize(x, format, amax=torch.tensor(2688.0) if format.has_global_scale else None))
+        made.append(
+            quantize(x, format, amax=torch.tensor(2688.0) if format.has_global_scale else None)
+        )
     return made[0], made[1], torch.zeros(rows, columns)
 
 
@@ -278,25 +284,52 @@ def same_gemm(device: torch.device) -> str:
 
 def oracle(device: torch.device, shape: tuple[int, int, int] = (48, 64, 96)) -> str:
     """Forward and backward of one linear, by the NumPy oracle that knows nothing of `quant`."""
-    if importlib.util.find_spec("tests") is None or importlib.util.find_spec("tests.oracle") is None:
-        raise Skipped("tests/oracle is not here: run from a checkout of the repository")
+    if (
+        importlib.util.find_spec("tests") is None
+        or importlib.util.find_spec("tests.oracle") is None
+    ):
+        raise NotCheckedError("tests/oracle is not here: run from a checkout of the repository")
     from kernels.burnin.oracle import compare_linear
 
     return compare_linear(device, shape)
 
 
-def same_step(device: torch.device) -> str:
-    """Gradients of a tiny hybrid, twice: its scan, its attention and its linears."""
-    from model import HybridModel, ModelConfig
-    from tests.oracle.paths import FIVE_BLOCKS
+def same_step(device: torch.device, tokens: int = 512) -> str:
+    """Gradients of a small hybrid, twice: its scan, its attention and its linears."""
+    first, second = (gradients(device, tokens) for _ in range(2))
+    different = [name for name, g in first.items() if not torch.equal(g, second[name])]
+    if different:
+        raise CheckError(
+            f"{len(different)} of {len(first)} gradients differ between two equal steps, first of "
+            f"{different[0]}: set torch.use_deterministic_algorithms, and see docs/training.md"
+        )
+    flushed = [name for name, g in first.items() if not g.any()]
+    if flushed:
+        raise CheckError(f"the gradient of {flushed[0]} is all zero")
+    return f"{len(first)} gradients, none all zero"
 
-    raise Skipped("replaced below")
+
+def gradients(device: torch.device, tokens: int) -> dict[str, Tensor]:
+    """One forward and backward pass of a hybrid of all three kinds of blocks."""
+    from model import HybridModel, ModelConfig
+
+    config = ModelConfig("M-*-M", 256, 128, 256, 4, 2, 32, 8, 32, 32, 2, mamba_chunk_size=64)
+    model = HybridModel(config, seed=1).to(device)
+    recipe = named_recipe("nvfp4_paper").with_blocks(0, 0)
+    precision = apply_recipe(model, recipe, num_blocks=5, seed=2)
+    precision.begin(1, 0)
+    drawn_BT = torch.randint(1, 256, (2, tokens), generator=torch.Generator().manual_seed(3))
+    tokens_BT = drawn_BT.to(device)
+    documents_BT = torch.zeros_like(tokens_BT, dtype=torch.int32)
+    loss, count = model(tokens_BT, tokens_BT.roll(-1, 1), documents_BT)
+    (loss / count).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def collectives(device: torch.device) -> str:
     """An all-reduce of one tensor, twice."""
     if torch.cuda.device_count() < 2:
-        raise Skipped("one card: nothing to reduce over")
+        raise NotCheckedError("one card: nothing to reduce over")
     from kernels.burnin.collectives import reduce_twice
 
     return reduce_twice()
@@ -306,3 +339,21 @@ def peaks(device: torch.device) -> str:
     """Copy bandwidth, and a large BF16 GEMM."""
     copy, bf16 = curve.measure_peaks(device)
     return judge.judge_peaks(dispatch.describe(device).name, copy, bf16)
+
+
+def fp4_speed(device: torch.device, size: int = 8192) -> str:
+    """Every kernel of the table on one large GEMM, with its best tiling."""
+    described, told = dispatch.describe(device), []
+    problem = dispatch.Problem(("nvfp4", "nvfp4"), size, size, (size, size))
+    for kernel, entry in tuner.measure(described, problem, device).items():
+        told.append(f"{kernel} {2 * size**3 / entry.microseconds / 1e6:.0f} TFLOP/s")
+    return f"{size}^3: {', '.join(told)}"
+
+
+def training(device: torch.device) -> str:
+    """Both runs start from one corpus, and go on at the same time."""
+    if importlib.util.find_spec("pipeline") is None:
+        raise NotCheckedError("the pipeline is not installed")
+    with tempfile.TemporaryDirectory(prefix="burnin-") as root:
+        card, cpu = curve.two_runs(Path(root))
+    return judge.judge_curves(card, cpu)

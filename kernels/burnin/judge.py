@@ -1,4 +1,4 @@
-"""What the burn-in compares, apart from any device: bytes, the order of random bytes, peaks, curves.
+"""What the burn-in compares, apart from any device: bytes, orders of bytes, sums, peaks, curves.
 
 Legend: G groups of 4 elements.
 """
@@ -13,22 +13,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.burnin.verdicts import Failure
+from kernels.burnin.verdicts import CheckError, NotCheckedError
 
 
 def same_bytes(name: str, made: Tensor, wanted: Tensor) -> int:
     """Number of bytes compared.
 
     Raises:
-        Failure: any differs; says how many and where the first is.
+        CheckError: any differs; says how many and where the first is.
     """
     a, b = (t.detach().cpu().contiguous().flatten().view(torch.uint8) for t in (made, wanted))
     if a.shape != b.shape:
-        raise Failure(f"{name}: {tuple(made.shape)} in place of {tuple(wanted.shape)}")
+        raise CheckError(f"{name}: {tuple(made.shape)} in place of {tuple(wanted.shape)}")
     wrong = (a != b).nonzero().flatten()
     if len(wrong):
         at = int(wrong[0])
-        raise Failure(
+        raise CheckError(
             f"{name}: {len(wrong)} of {len(a)} bytes differ, the first at {at}: "
             f"{int(a[at]):#04x} in place of {int(b[at]):#04x}"
         )
@@ -67,7 +67,7 @@ def mended_selector(selector: int, order: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Nominal figures of a card: bytes and dense BF16 operations a second (NVIDIA's data sheets)."""
+    """Nominal bytes and dense BF16 operations a second of a card (NVIDIA's data sheets)."""
 
     bytes: float
     bf16: float
@@ -86,7 +86,7 @@ def judge_peaks(card: str, copy: float, bf16: float) -> str:
     """Whether measured bytes and operations a second are what such a card gives.
 
     Raises:
-        Failure: less than 80% of its bandwidth or 60% of its BF16 peak.
+        CheckError: less than 80% of its bandwidth or 60% of its BF16 peak.
     """
     measured = f"copy {copy / 1e12:.2f} TB/s, BF16 GEMM {bf16 / 1e12:.0f} TFLOP/s"
     nominal = next((peaks for name, peaks in CARDS.items() if name in card), None)
@@ -95,7 +95,7 @@ def judge_peaks(card: str, copy: float, bf16: float) -> str:
     shares = copy / nominal.bytes, bf16 / nominal.bf16
     text = f"{measured}: {shares[0]:.0%} and {shares[1]:.0%} of nominal"
     if shares[0] < COPY_SHARE or shares[1] < BF16_SHARE:
-        raise Failure(f"{text}; look for another process, a power cap, or a throttled card")
+        raise CheckError(f"{text}; look for another process, a power cap, or a throttled card")
     return text
 
 
@@ -103,12 +103,12 @@ def judge_sums(name: str, made: Tensor, wanted: Tensor, bound: Tensor) -> float:
     """Largest share of the bound that a difference takes.
 
     Raises:
-        Failure: it is over 1, or something is not finite.
+        CheckError: it is over 1, or something is not finite.
     """
     difference = (made.detach().cpu().double() - wanted.double()).abs()
     share = (difference / bound.double().clamp(min=1e-300)).max().item() if made.numel() else 0.0
     if not share <= 1:
-        raise Failure(f"{name}: off by {share:.3g} times what the order of addition allows")
+        raise CheckError(f"{name}: off by {share:.3g} times what the order of addition allows")
     return share
 
 
@@ -116,24 +116,27 @@ TAIL = 50
 TOLERANCE = 0.02
 
 
-def judge_curves(card: Sequence[float], cpu: Sequence[float], wanted: int) -> str:
+def judge_curves(card: Sequence[float], cpu: Sequence[float]) -> str:
     """Whether two loss curves are the same training.
 
     The first loss may differ by the order of sums, the mean of the last 50 by 2%.
 
     Raises:
-        Failure: it is not.
+        CheckError: it is not.
+        NotCheckedError: too few steps to tell.
     """
     steps = min(len(card), len(cpu))
-    if steps < min(wanted, 2):
-        raise Failure(f"the runs took {len(card)} and {len(cpu)} steps of {wanted}; see their logs")
     if not all(map(math.isfinite, card)):
-        raise Failure("the loss on the card is not finite")
+        raise CheckError("the loss on the card is not finite")
+    if steps < TAIL:
+        raise NotCheckedError(
+            f"in the time given the runs took {len(card)} and {len(cpu)} steps only"
+        )
     first = abs(card[0] / cpu[0] - 1)
     tail = min(TAIL, steps)
     mean = [sum(losses[steps - tail : steps]) / tail for losses in (card, cpu)]
     apart = abs(mean[0] / mean[1] - 1)
     text = f"{steps} steps; first loss {first:.1e} apart, mean of the last {tail} {apart:.2%} apart"
     if first > 1e-3 or apart > TOLERANCE:
-        raise Failure(f"{text} (allowed: 1e-3 and {TOLERANCE:.0%})")
+        raise CheckError(f"{text} (allowed: 1e-3 and {TOLERANCE:.0%})")
     return text

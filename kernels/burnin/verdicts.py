@@ -9,17 +9,17 @@ from typing import Literal
 
 import torch
 
-BUDGET_SECONDS = 440.0
+BUDGET_SECONDS = 240.0
 """No check starts later than this."""
 
 Check = Callable[[torch.device], str]
 
 
-class Failure(Exception):
+class CheckError(Exception):
     """A check found something wrong; its text says what, and what to do."""
 
 
-class Skipped(Exception):
+class NotCheckedError(Exception):
     """A check does not apply here; its text says why."""
 
 
@@ -59,9 +59,9 @@ def run(
 def _outcome(check: Check, device: torch.device) -> tuple[Literal["ok", "FAILED", "skipped"], str]:
     try:
         return "ok", check(device)
-    except Skipped as reason:
+    except NotCheckedError as reason:
         return "skipped", str(reason)
-    except Failure as failure:
+    except CheckError as failure:
         return "FAILED", str(failure)
     except Exception as error:  # a kernel that does not compile, a device that is lost
         return "FAILED", f"{type(error).__name__}: {error}".splitlines()[0]

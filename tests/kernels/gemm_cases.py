@@ -10,7 +10,7 @@ from kernels.dispatch import Choice
 from kernels.gemm import Tiling, gemm
 from kernels.operand import Operand
 from quant.formats import NVFP4
-from quant.gemm import _KERNELS, Factor
+from quant.gemm import KERNELS, Factor
 from quant.layout import swizzle_scales
 from quant.quantize import QuantizedTensor
 from tests.kernels import interpreted_dot
@@ -49,7 +49,7 @@ def product(
 
 def by_kernel(a: Factor, b: Factor, kernel: str) -> Tensor:
     """The kernel as `quant.gemm` calls it."""
-    return _KERNELS[kernel](a, b, Choice("blackwell", kernel))
+    return KERNELS[kernel](a, b, Choice("blackwell", kernel))
 
 
 def needs_mending() -> tuple[bool, bool]:

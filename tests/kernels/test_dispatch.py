@@ -109,11 +109,6 @@ def test_a_tune_is_stored_by_card_and_grows(tunes: Path):
         tune.load("NVIDIA B200")
 
 
-def test_the_fastest_by_the_median():
-    times = {("cublas", 0): [3e-6, 1e-6, 3e-6], ("dot_scaled", 1): [2e-6, 2e-6, 9e-6]}
-    assert tune.fastest(list(times), lambda *c: times[c]) == tune.Entry("dot_scaled", 1, 2.0)
-
-
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_formats_that_kernels_read_alike_share_a_name(name: str):
     expected = {"nvfp4_2d": "nvfp4", "mxfp4_floor": "mxfp4", "mxfp8_floor": "mxfp8"}
