@@ -260,9 +260,10 @@ def main() -> int:
         left_out += missing
     if importlib.util.find_spec("torchao") is None:
         left_out.append("torchao_row: torchao is not installed")
+    card = dispatch.describe(device).name
     machine = (
-        f"{dispatch.describe(device).name}, torch {torch.__version__}, "
-        f"copy {copy / 1e12:.2f} TB/s, BF16 GEMM {bf16 / 1e12:.0f} TFLOP/s, {time.strftime('%Y-%m-%d')}"
+        f"{card}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, "
+        f"copy {copy / 1e12:.2f} TB/s, BF16 GEMM {bf16 / 1e12:.0f} TFLOP/s"
     )
     result = {
         "machine": machine,

@@ -16,6 +16,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -50,8 +51,7 @@ class Device:
     without_triton: str | None = None
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """One GEMM, `A @ B.T`.
 
     Attributes:
@@ -216,8 +216,13 @@ def _fastest(
 def describe(device: torch.device) -> Device:
     """What the table needs to know of a device."""
     if device.type != "cuda":
-        return Device(device.type, without_triton=f"Triton's kernels need CUDA, not {device.type}")
+        return _describe_other(device.type)
     return _describe_cuda(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@functools.cache
+def _describe_other(type: str) -> Device:
+    return Device(type, without_triton=f"Triton's kernels need CUDA, not {type}")
 
 
 @functools.cache
