@@ -96,7 +96,7 @@ def _mma(format: str, target: int, decode: bool) -> str:
 
 def gemm_variants() -> list[Variant]:
     """All variants: every tiling in NVFP4, and each target's default in the other formats."""
-    made = []
+    made: list[Variant] = []
     for tiling in tilings(100, False):
         made.append(_gemm("nvfp4", tiling, _DATACENTER if not made else (100,)))
     made.append(_gemm("nvfp4", tilings(100, False)[0], (100,), accumulate=False, bf16=True))
