@@ -37,7 +37,7 @@ def run(scenario: str, folder: Path) -> list[subprocess.CompletedProcess[str]]:
     ]
     done = []
     for process in processes:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
         done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
     return done
 
@@ -45,7 +45,7 @@ def run(scenario: str, folder: Path) -> list[subprocess.CompletedProcess[str]]:
 def test_a_hung_collective_ends_and_names_the_rank_that_is_missing(tmp_path: Path) -> None:
     started = time.monotonic()
     ranks = run("hang", tmp_path)
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 150
     report = (tmp_path / "HANG.txt").read_text()
     assert "at the sums of step 5; waiting for rank 2 (last seen at the sums of step 4)" in report
     assert all(rank.returncode for rank in ranks)  # the first one to give up takes all with it
