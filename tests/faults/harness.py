@@ -67,7 +67,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Kill:
-    """What one kill met. `replayed`: steps done before it that were done again after it."""
+    """What one kill met. `replayed`: steps done before the run went on that were done again."""
 
     run: str
     target: str
@@ -93,25 +93,38 @@ class Case:
     def run(self, plan: Sequence[tuple[str, Moment]]) -> list[Kill]:
         """Go to the end of the run through the kills of the plan, as far as it takes them."""
         process: psutil.Popen | None = None
-        met: list[tuple[str, int, bool]] = []
+        met: list[tuple[str, bool]] = []
         try:
             for target, moment in plan:
                 process = process or self._start()
                 if not self._wait_for(process, moment, start=len(met)):
                     break
                 self._kill(process, target)
-                met.append((target, self._last_step(), self._is_saving()))
+                met.append((target, self._is_saving()))
                 process = self._going_on(process, target)
             process = process or self._start()
             assert process.wait(DEADLINE) == 0, f"see {self.root / self.name}.log"
         finally:
             psutil.wait_procs([_kill(item) for item in self._started], 60)
-        starts = [record["step"] for record in self._records() if record["kind"] == "start"]
-        assert len(starts) == len(met) + 1, f"{self.name}: {len(starts)} starts, {len(met)} kills"
+        restarts = self._restarts()
+        assert len(restarts) == len(met), f"{self.name}: {len(restarts)} restarts, {len(met)} kills"
         return [
             Kill(self.name, target, at_step, saving, resumed_from)
-            for (target, at_step, saving), resumed_from in zip(met, starts[1:], strict=True)
+            for (target, saving), (at_step, resumed_from) in zip(met, restarts, strict=True)
         ]
+
+    def _restarts(self) -> list[tuple[int, int]]:
+        """The last step before each start but the first, and the step that it went on from.
+
+        Workers may go on for a while after their raylet or command was killed; these steps count.
+        """
+        found, last = [], 0
+        for record in self._records():
+            if record["kind"] == "start":
+                found.append((last, record["step"]))
+            elif record["kind"] == "train":
+                last = record["step"]
+        return found[1:]
 
     def _start(self) -> psutil.Popen:
         """The run's command, always the same."""
