@@ -73,9 +73,9 @@ EXAMPLES = {
 
 
 def groups() -> dict[str, list[str]]:
-    """Each config group with its choices."""
+    """Each config group with its choices; a file that begins with `_` is a part of others."""
     return {
-        folder.name: sorted(path.stem for path in folder.glob("*.yaml"))
+        folder.name: sorted(path.stem for path in folder.glob("[!_]*.yaml"))
         for folder in sorted(CONF.iterdir())
         if folder.is_dir() and not folder.name.startswith("_")
     }

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
@@ -27,11 +27,15 @@ from pipeline.help import CONF, experiments, groups
 from pipeline.train.schedule import Schedule
 
 
-def composed(*overrides: str) -> Config:
+def composed_raw(*overrides: str) -> dict[str, Any]:
     with initialize_config_module("conf", version_base="1.3"):
         raw = OmegaConf.to_container(compose("config", list(overrides)), resolve=True)
     assert isinstance(raw, dict)
-    return from_dict(raw)
+    return raw
+
+
+def composed(*overrides: str) -> Config:
+    return from_dict(composed_raw(*overrides))
 
 
 @pytest.mark.parametrize("experiment", experiments())
@@ -114,6 +118,6 @@ def test_every_key_stands_in_its_files_so_that_it_can_be_overridden(group: str) 
                "precision": PrecisionConfig, "evals": EvalsConfig, "tracking": TrackingConfig,
                "cluster": ClusterConfig}[group]  # fmt: skip
     keys = {field.name for field in dataclasses.fields(section)}
-    for path in (CONF / group).glob("*.yaml"):
-        content = yaml.safe_load(path.read_text())
-        assert keys - set(content) == set() or "defaults" in content, path
+    for choice in groups()[group]:
+        content = composed_raw(f"{group}={choice}")[group]
+        assert keys - set(content) == set(), choice

@@ -1,0 +1,108 @@
+"""Checks of a configuration that need neither torch nor the corpus: ranges, and what must fit."""
+
+from __future__ import annotations
+
+import re
+
+from pipeline.config.errors import ConfigError, nearest
+from pipeline.config.sections import STAGES, Config
+
+
+def validate(config: Config) -> None:
+    """Checks between keys that need neither torch nor the corpus. Raises `ConfigError`."""
+    train = config.train
+    for stage in config.stages:
+        if stage not in STAGES:
+            raise ConfigError(f"stages: no stage {stage!r}; {nearest(stage, STAGES)}")
+    _check_ranges(config)
+    if train.global_batch % train.micro_batch:
+        raise ConfigError(
+            f"train.global_batch={train.global_batch} is not a multiple of "
+            f"train.micro_batch={train.micro_batch}; the micro-batch is part of the numerics, so "
+            "choose a global batch that it divides"
+        )
+    for name, end in (("first", config.precision.first), ("last", config.precision.last)):
+        if not end >= 0 or (end > 1 and not end.is_integer()):
+            raise ConfigError(
+                f"precision.{name}: a number of blocks, or a share below 1, not {end}"
+            )
+    if not config.data.sources:
+        raise ConfigError("data.sources: empty; name at least one source of text")
+    shortest = len(config.data.sources) * train.sequence_length
+    if train.validation_tokens < shortest:
+        raise ConfigError(
+            f"train.validation_tokens={train.validation_tokens}: one row of each source takes "
+            f"{shortest}"
+        )
+    for name, source in config.data.sources.items():
+        if "" in source.uris:
+            raise ConfigError(f"data.sources.{name}.uris: an empty name; give a file or a folder")
+        if (source.builtin is None) == (not source.uris):
+            raise ConfigError(f"data.sources.{name}: set either builtin=... or uris=[...]")
+
+
+def _check_ranges(config: Config) -> None:
+    """Every number lies in its range; not-a-number lies in none. Raises `ConfigError`."""
+    train, data, cluster = config.train, config.data, config.cluster
+    tiny, huge = 1e-300, 1e300
+    ranges: dict[str, tuple[float, float, float]] = {
+        "seed": (config.seed, 0, 2**64 - 1),
+        "train.tokens": (train.tokens, 1, huge),
+        "train.sequence_length": (train.sequence_length, 1, huge),
+        "train.global_batch": (train.global_batch, 1, huge),
+        "train.micro_batch": (train.micro_batch, 1, huge),
+        "train.learning_rate": (train.learning_rate, tiny, huge),
+        "train.final_learning_rate": (train.final_learning_rate, 0, huge),
+        "train.warmup_tokens": (train.warmup_tokens, 0, huge),
+        "train.weight_decay": (train.weight_decay, 0, huge),
+        "train.beta1": (train.beta1, 0, 1 - 1e-12),
+        "train.beta2": (train.beta2, 0, 1 - 1e-12),
+        "train.epsilon": (train.epsilon, 0, huge),
+        "train.clip_norm": (train.clip_norm, tiny, huge),
+        "train.checkpoint_every_tokens": (train.checkpoint_every_tokens, 0, huge),
+        "train.keep_checkpoints": (train.keep_checkpoints, 1, huge),
+        "train.validate_every_tokens": (train.validate_every_tokens, 0, huge),
+        "train.log_every_steps": (train.log_every_steps, 1, huge),
+        "train.statistics_every_steps": (train.statistics_every_steps, 0, huge),
+        "train.max_skipped_steps": (train.max_skipped_steps, 0, huge),
+        "train.spike_window": (train.spike_window, 4, huge),
+        "train.spike_threshold": (train.spike_threshold, 0, huge),
+        "train.keep_checkpoints_every_tokens": (train.keep_checkpoints_every_tokens, 0, huge),
+        "train.max_checkpoint_failures": (train.max_checkpoint_failures, 1, huge),
+        "train.compare_replicas_every_steps": (train.compare_replicas_every_steps, 0, huge),
+        "train.hang_timeout_seconds": (train.hang_timeout_seconds, 0, huge),
+        "data.holdout_fraction": (data.holdout_fraction, tiny, 1 - 1e-12),
+        "data.holdout_max_bytes": (data.holdout_max_bytes, 0, huge),
+        "data.shard_tokens": (data.shard_tokens, 1, huge),
+        "data.mixture_block": (data.mixture_block, 1, 2**20),
+        "data.seed": (data.seed, 0, 2**63 - 1),
+        "evals.num_questions": (config.evals.num_questions, 1, huge),
+        "evals.batch_size": (config.evals.batch_size, 1, huge),
+        "fidelity.num_batches": (config.fidelity.num_batches, 1, huge),
+        "fidelity.num_draws": (config.fidelity.num_draws, 2, 2**20),
+        "export.shard_bytes": (config.export.shard_bytes, 1, huge),
+        "export.calibration_tokens": (config.export.calibration_tokens, 1, huge),
+        "generate.max_new_tokens": (config.generate.max_new_tokens, 1, 2**24),
+        "generate.temperature": (config.generate.temperature, 0, huge),
+        "generate.top_p": (config.generate.top_p, 1e-9, 1),
+        "generate.seed": (config.generate.seed, 0, 2**32),
+        "cluster.workers": (cluster.workers, 0, huge),
+        "cluster.cpus_per_worker": (cluster.cpus_per_worker, 0, huge),
+        "cluster.gpus_per_worker": (cluster.gpus_per_worker, 0, huge),
+        "cluster.max_failures": (cluster.max_failures, -1, huge),
+    }
+    for name, source in data.sources.items():
+        if source.max_bytes is not None:
+            ranges[f"data.sources.{name}.max_bytes"] = (source.max_bytes, 1, huge)
+    for name, (number, low, high) in ranges.items():
+        if not low <= number <= high:
+            bound = f"at least {low:g}" if high == huge else f"between {low:g} and {high:g}"
+            raise ConfigError(f"{name}: must be {bound}, got {number}")
+    names = {"data.name": data.name} | ({"name": config.name} if config.name else {})
+    for key, name in names.items():
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
+            raise ConfigError(
+                f"{key}={name!r}: it names a folder; use letters, digits, '.', '_' and '-'"
+            )
+    if config.name in {"data", "latest", "mlartifacts"}:
+        raise ConfigError(f"name={config.name}: taken for other things; choose another")

@@ -1,0 +1,275 @@
+"""The sections of a configuration as frozen dataclasses, and what of them decides a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.config.values import digest
+
+NOT_DECISIVE = (  # keys of train that change no weight
+    "activation_checkpointing",
+    "checkpoint_every_tokens",
+    "compare_replicas_every_steps",
+    "hang_timeout_seconds",
+    "keep_checkpoints",
+    "keep_checkpoints_every_tokens",
+    "log_every_steps",
+    "max_checkpoint_failures",
+    "max_skipped_steps",
+    "statistics_every_steps",
+    "validate_every_tokens",
+    "validation_tokens",
+)
+AROUND_A_RUN = {  # top-level keys of which no weight of a run depends
+    "cluster",
+    "evals",
+    "experiment",
+    "export",
+    "fidelity",
+    "generate",
+    "name",
+    "resume",
+    "root",
+    "run",
+    "stages",
+    "step",
+    "tracking",
+}
+STAGES = ("prepare", "train", "eval", "report")
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One domain of text. `builtin` sources need no files: `python`, `prose`, `mathematics`."""
+
+    builtin: str | None = None
+    uris: tuple[str, ...] = ()  # files, folders or globs; any file system that pyarrow reads
+    format: str = "text"  # text | jsonl | parquet
+    text_column: str = "text"
+    max_bytes: int | None = None  # cap on the training text, in whole documents
+    repeat: bool = True  # whether the plan may go through it more than once
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """A byte-level BPE trained on the training text (`path` None), or a tokenizer.json to load."""
+
+    vocab_size: int = 4096  # with the end-of-document token
+    path: str | None = None
+    eos_token: str = "<|endoftext|>"
+    training_bytes: int = 8_000_000  # text sampled evenly from the sources to train it on
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Sources, tokenizer, hold-out and shards of a prepared corpus."""
+
+    name: str
+    sources: Mapping[str, SourceConfig]
+    tokenizer: TokenizerConfig
+    holdout_fraction: float = 0.01  # share of documents, by content hash
+    holdout_max_bytes: int = 150_000  # per source, so that evaluation stays quick
+    shard_tokens: int = 16_777_216  # tokens a shard, about
+    mixture_block: int = 1024  # units over which a blend's fractions hold
+    executor: str = "mmap"  # who reads shards in training: mmap, or ray (Ray Data, slow storage)
+    seed: int = 0
+    max_epochs: float = 4.0  # times that a source may be seen before `data show` warns
+    skip: tuple[int, ...] = ()  # steps that pass without an update; may change on resume
+    block: tuple[str, ...] = ()  # shards whose units weigh nothing; may change on resume
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """The architecture, by the names of `model.ModelConfig` (which validates the combination)."""
+
+    pattern: str
+    vocab_size: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_kv_heads: int
+    attention_head_dim: int
+    mamba_num_heads: int
+    mamba_head_dim: int
+    mamba_state_size: int
+    mamba_num_groups: int
+    mamba_conv_kernel: int = 4
+    mamba_chunk_size: int = 128
+    rope_theta: float | None = None
+    tie_embeddings: bool = False
+    init_std: float = 0.02
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """The recipe of `quant.recipe` and the blocks that stay in BF16 at both ends.
+
+    `first` and `last` count blocks, or give a share of them when below 1.
+    """
+
+    recipe: str
+    first: float = 1
+    last: float = 1
+
+
+@dataclass(frozen=True)
+class PhaseConfig:
+    """One entry of the run's single list of phases; what it leaves out goes on as before.
+
+    `start` is in tokens or a share of the run such as "70%". `learning_rate: decay` starts the
+    decay to `train.final_learning_rate`, which ends with the run. `precision` is `recipe`, `bf16`
+    or `bf16_forward`. A boundary forces a checkpoint.
+    """
+
+    start: str | int = 0
+    blend: Mapping[str, float] | None = None
+    sequence_length: int | None = None
+    learning_rate: str | None = None
+    precision: str | None = None
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Batches, schedule and optimizer. A unit is one row of the longest phase's length."""
+
+    tokens: int
+    sequence_length: int
+    global_batch: int  # units per optimizer step
+    micro_batch: int  # units per forward and backward: part of the numerics
+    phases: tuple[PhaseConfig, ...]
+    learning_rate: float
+    final_learning_rate: float
+    warmup_tokens: int
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    clip_norm: float = 1.0
+    checkpoint_every_tokens: int = 0  # 0: at phase boundaries and at the end only
+    keep_checkpoints: int = 3
+    validate_every_tokens: int = 0
+    validation_tokens: int = 65_536
+    log_every_steps: int = 1
+    statistics_every_steps: int = 0
+    activation_checkpointing: str = "none"
+    max_skipped_steps: int = 10
+    spike_window: int = 128  # steps that a step's loss and gradient norm are compared with
+    spike_threshold: float = 10.0  # robust sigmas above the median that skip a step; 0: none
+    keep_checkpoints_every_tokens: int = 0  # those that stay beside the last ones; 0: none
+    max_checkpoint_failures: int = 3  # failed saves in a row that end the run
+    compare_replicas_every_steps: int = 100  # beside each checkpoint; 0: only there
+    hang_timeout_seconds: float = 1200.0  # without progress, before a rank gives up; 0: never
+    fork_from: str | None = None  # <run>@<step>: start from the whole state of another run
+    init_from: str | None = None  # start from weights: <run>[@<step>], checkpoint or HF folder
+
+
+@dataclass(frozen=True)
+class EvalsConfig:
+    """What the eval stage measures beside the loss of each domain."""
+
+    tasks: tuple[str, ...] = ("continuation",)
+    num_questions: int = 300
+    batch_size: int = 32
+
+
+@dataclass(frozen=True)
+class FidelityConfig:
+    """What `compare fidelity` measures, and on which checkpoints of a run."""
+
+    steps: tuple[int, ...] = ()  # of the checkpoints; none: the newest
+    recipes: tuple[str, ...] = ("nvfp4",)
+    num_batches: int = 2  # held-out micro-batches
+    num_draws: int = 64  # of each stochastic rounding
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """What `export` writes: a folder in Hugging Face's layout."""
+
+    format: str = "hf"  # hf | nvfp4-compressed-tensors | nvfp4-modelopt
+    folder: str | None = None  # none: <run>/exports/step-<n>-<format>
+    dtype: str | None = None  # of what is not packed; none: float32 for hf, else bfloat16
+    shard_bytes: int = 5_000_000_000  # a larger model becomes several files
+    calibration: str | None = None  # a text file for activation scales; none: held-out text
+    calibration_tokens: int = 65_536
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """What `generate` continues, and how it chooses tokens."""
+
+    prompt: str | None = None
+    prompts: str | None = None  # a text file, one prompt a line
+    max_new_tokens: int = 256
+    temperature: float = 0.0  # 0: the likeliest token
+    top_p: float = 1.0  # draw from the likeliest tokens of this probability together
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """Where MLflow keeps runs. `uri` None: a SQLite store under the root folder."""
+
+    experiment: str = "nvfp4-pretrain"
+    uri: str | None = None
+    offline: bool = False  # train without the store; `pipeline track run=...` sends it later
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Who computes. `workers` 0: in this process (Ray Train's local mode)."""
+
+    workers: int = 0
+    cpus_per_worker: float = 1
+    gpus_per_worker: int = 0
+    accelerator: str | None = None  # for example B200; named in the plan and checked at start
+    address: str | None = None  # an existing Ray cluster
+    max_failures: int = 3
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that a run depends on."""
+
+    root: str
+    stages: tuple[str, ...]
+    seed: int
+    model: ModelSection
+    precision: PrecisionConfig
+    data: DataConfig
+    train: TrainConfig
+    evals: EvalsConfig
+    tracking: TrackingConfig
+    cluster: ClusterConfig
+    fidelity: FidelityConfig = FidelityConfig()
+    export: ExportConfig = ExportConfig()
+    generate: GenerateConfig = GenerateConfig()
+    run: str | None = None  # the id or `latest`: what eval, report and status work on
+    source: str | None = None  # of which source `data inspect` shows a row
+    row: int = 0  # which row
+    step: int | None = None  # which step `data at` shows; whose checkpoint others take
+    resume: str | bool = False  # true, or the id of the run to go on with
+    name: str | None = None  # a stable id: the same command again goes on with the same run
+    experiment: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, the inverse of `from_dict`."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    def fingerprint(self) -> str:
+        """Hash of what decides the trained weights and their data: two runs alike share it."""
+        decisive = {
+            name: section
+            for name, section in self.to_dict().items()
+            if name in {"seed", "model", "precision", "data", "train"}
+        }
+        for name in NOT_DECISIVE:
+            decisive["train"].pop(name)
+        # The checkpoint keeps account of the last two.
+        for name in ("executor", "max_epochs", "skip", "block"):
+            decisive["data"].pop(name)
+        return digest(decisive)
