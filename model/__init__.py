@@ -3,7 +3,7 @@
 from model.config import ModelConfig
 from model.counts import count_parameters, flops_per_token
 from model.hybrid import HybridModel
-from model.init import init_weights
+from model.init import init_weights, materialize
 from model.packing import document_index
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "document_index",
     "flops_per_token",
     "init_weights",
+    "materialize",
 ]

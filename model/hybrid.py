@@ -64,8 +64,8 @@ class HybridModel(nn.Module):
     Parameters are FP32; activations have ``compute_dtype``. ``activation_checkpointing``: ``none``
     keeps all activations, ``selective`` recomputes what lies between the linears (convolution,
     scan, gated norm, squared ReLU), ``full`` keeps only each block's input. All three give the same
-    bits. Build it under ``torch.device("meta")``, then ``to_empty`` and ``init_weights``, to shard
-    before any memory is spent.
+    bits. Build it under ``torch.device("meta")``, shard it, then call ``model.init.materialize``:
+    no rank ever holds the whole.
     """
 
     def __init__(
@@ -95,10 +95,14 @@ class HybridModel(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = Linear(config.hidden_size, config.vocab_size)
-        if config.tie_embeddings:
-            self.head.weight = self.embedding.weight
+        self.tie_head()
         if self.embedding.weight.device.type != "meta":
             init_weights(self, seed)
+
+    def tie_head(self) -> None:
+        """Let head and embedding be one parameter, where the configuration ties them."""
+        if self.config.tie_embeddings:
+            self.head.weight = self.embedding.weight
 
     def hidden(
         self, tokens_BT: Tensor, seq_idx_BT: Tensor, caches: list[Any] | None = None

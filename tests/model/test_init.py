@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from model import HybridModel, ModelConfig, init_weights
-from model.init import RESIDUAL_WRITERS
+import model.init as initial
+from model import HybridModel, ModelConfig, materialize
+from model.init import RESIDUAL_WRITERS, initial_rows
 
 Build = Callable[..., ModelConfig]
 
@@ -50,15 +55,101 @@ def test_scan_parameters_lie_in_their_ranges(small_config: Build) -> None:
 def test_values_depend_on_seed_and_name_alone(small_config: Build) -> None:
     first = HybridModel(small_config(), seed=1)
     torch.manual_seed(99)
-    with torch.device("meta"):
-        later = HybridModel(small_config())
-    later.to_empty(device="cpu")
-    init_weights(later, seed=1)
+    later = on_meta(small_config())
+    materialize(later, 1, "cpu")
     other = HybridModel(small_config(), seed=2)
     for name, parameter in first.named_parameters():
         assert torch.equal(parameter, later.get_parameter(name)), name
         if parameter.std() > 0:
             assert not torch.equal(parameter, other.get_parameter(name)), name
+
+
+def on_meta(config: ModelConfig) -> HybridModel:
+    with torch.device("meta"):
+        return HybridModel(config)
+
+
+def test_tied_weights_are_one_after_materializing(small_config: Build) -> None:
+    tied = on_meta(small_config(tie_embeddings=True))
+    materialize(tied, 1, "cpu")
+    assert tied.head.weight is tied.embedding.weight
+    assert torch.equal(tied.head.weight, HybridModel(tied.config, seed=1).head.weight)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Parameters of several pieces, as a large model's; the elements of each piece drawn."""
+    monkeypatch.setattr(initial, "DRAWN_ELEMENTS", 500)
+    drawn: list[int] = []
+    draw = initial._draw
+
+    def noted(name: str, value: torch.Tensor, *arguments: object) -> None:
+        drawn.append(value.numel())
+        draw(name, value, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(initial, "_draw", noted)
+    return drawn
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_rows_drawn_by_each_rank_join_to_the_whole(
+    small_config: Build, small_pieces: list[int], ranks: int
+) -> None:
+    model = HybridModel(small_config(), seed=3)
+    small_pieces.clear()
+    for name, parameter in model.named_parameters():
+        cuts = [len(parameter) * rank // ranks for rank in range(ranks + 1)]
+        parts = [
+            initial_rows(name, parameter.shape, model.config, 3, start, stop)
+            for start, stop in itertools.pairwise(cuts)
+            if stop > start
+        ]
+        assert torch.equal(torch.cat(parts), parameter), name
+    assert max(small_pieces) <= 500
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "placements"),
+    [
+        ((4,), [Shard(0)]),
+        ((4,), [Shard(1)]),
+        ((2, 2), [Replicate(), Shard(0)]),
+        ((2, 2), [Shard(0), Shard(1)]),
+    ],
+)
+def test_a_sharded_model_is_the_whole_one_cut_and_draws_no_more_than_a_piece(
+    small_config: Build, small_pieces: list[int], mesh_shape: tuple[int, ...], placements: list
+) -> None:
+    config = small_config(vocab_size=103)
+    whole = HybridModel(config, seed=3)
+    for rank in range(4):
+        dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+        # DTensor caches by mesh: named apart, the ranks do not meet in this one process.
+        names = tuple(f"axis{axis}_of_rank{rank}" for axis in range(len(mesh_shape)))
+        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+        model = on_meta(config)
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                # Sharding along columns leaves vectors whole.
+                of_it = [
+                    Replicate() if place.is_shard(parameter.ndim) else place for place in placements
+                ]
+                empty = distribute_tensor(parameter, mesh, of_it, src_data_rank=None)
+                setattr(module, name, torch.nn.Parameter(empty))
+        small_pieces.clear()
+        try:
+            materialize(model, 3, "cpu")
+            for name, parameter in model.named_parameters():
+                assert isinstance(parameter, DTensor)
+                expected = whole.get_parameter(name).detach()
+                for axis, place in enumerate(parameter.placements):
+                    if place.is_shard():
+                        parts = expected.chunk(mesh_shape[axis], dim=place.dim)
+                        expected = parts[mesh.get_local_rank(axis)]
+                assert torch.equal(parameter.to_local(), expected), (name, rank)
+        finally:
+            dist.destroy_process_group()
+        assert max(small_pieces) <= 500
 
 
 def test_deeper_model_keeps_the_shared_blocks_values(small_config: Build) -> None:
