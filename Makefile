@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup setup-dev run test test-fast lint types check
+.PHONY: setup setup-dev run corpus test test-fast lint types check
 
 setup: $(VENV)/.installed
 
@@ -24,6 +24,10 @@ $(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
 
 run: setup
 	$(BIN)/python -m pipeline run
+
+# Text of six domains for data=debian, out of the packages of this machine's apt-get and npm.
+corpus: setup
+	$(BIN)/python -m pipeline.data.debian corpus
 
 test: setup-dev
 	$(BIN)/python -m pytest

@@ -152,8 +152,17 @@ def _defaults() -> dict[str, Any]:
         if isinstance(entry, dict):
             for group, choice in entry.items():
                 if not group.startswith("override"):
-                    composed[group] = yaml.safe_load((CONF / group / f"{choice}.yaml").read_text())
+                    composed[group] = _section(CONF / group, choice)
     return composed
+
+
+def _section(folder: Path, choice: str) -> dict[str, Any]:
+    """A choice of a group, on top of the files of the group that it is made of."""
+    import yaml
+
+    own = yaml.safe_load((folder / f"{choice}.yaml").read_text())
+    parts = [part for part in own.pop("defaults", []) if part != "_self_"]
+    return {k: v for part in parts for k, v in _section(folder, part).items()} | own
 
 
 def _group_lines() -> list[str]:
