@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from model.config import ModelConfig
 
@@ -125,8 +123,12 @@ def _draw(name: str, value: Tensor, config: ModelConfig, generator: torch.Genera
 
 def _local_part(parameter: nn.Parameter) -> tuple[Tensor, tuple[int, ...]]:
     """What this rank holds of ``parameter``, and where in it that begins."""
-    if not isinstance(parameter, DTensor):
+    if not hasattr(parameter, "device_mesh"):  # no DTensor, whose module takes seconds to import
         return parameter, (0,) * parameter.ndim
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    assert isinstance(parameter, DTensor)
     _, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )

@@ -21,11 +21,19 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from pipeline.config import ConfigError, ExportConfig, GenerateConfig, PermanentError, nearest
+from pipeline.config import (
+    ConfigError,
+    ExportConfig,
+    GenerateConfig,
+    PermanentError,
+    PlanConfig,
+    nearest,
+)
 from pipeline.help import KINDS, VERBS, explain_override, main_help, verb_help
 
 USER_MISTAKE, FAILURE, TRY_AGAIN = 2, 1, 75
-SECTIONS = {"export": ExportConfig, "generate": GenerateConfig}
+SECTIONS = {"export": ExportConfig, "generate": GenerateConfig, "plan": PlanConfig}
+SIZED = ("plan", "manifest", "submit")  # verbs that take `nodes` for `cluster.nodes`
 PROMPT = "generate.prompt="
 
 
@@ -134,6 +142,8 @@ def _courtesy(override: str, verb: str) -> str:
     key = override.partition("=")[0]
     if verb in SECTIONS and key in {field.name for field in dataclasses.fields(SECTIONS[verb])}:
         return f"{verb}.{override}"
+    if verb in SIZED and key == "nodes":
+        return f"cluster.{override}"
     return f"+{override}" if key == "experiment" else override
 
 

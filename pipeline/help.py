@@ -19,6 +19,7 @@ VERBS = {
     "compare": "measure recipes against BF16: compare fidelity run=<id|latest>",
     "export": "write a run's checkpoint as a Hugging Face folder: export run=<id|latest>",
     "generate": 'continue a text: generate run=<id|latest> prompt="..."',
+    "plan": "what a run would take: memory, time, bytes, money; needs neither GPUs nor data",
     "status": "a run at a glance: status run=<id|latest>",
     "data": "a corpus and its plan (show), a row (inspect), what a step saw (at)",
     "track": "send a run's metrics to MLflow that could not be sent before: track run=<id|latest>",
@@ -60,6 +61,13 @@ EXAMPLES = {
         ('generate run=latest prompt="Once upon a time"', "greedily"),
         ('generate run=latest prompt="def " temperature=0.8 top_p=0.9 seed=1', "by drawing"),
         ("generate run=latest prompts=file.txt max_new_tokens=40", "each line of a file"),
+    ),
+    "plan": (
+        ("plan +experiment=12b_nvfp4", "the paper's 12B on its cluster"),
+        ("plan +experiment=12b_nvfp4 cluster=gb200_nvl72 nodes=8 shards=8", "on 8 trays"),
+        ("plan +experiment=8b_nvfp4 cluster=h200 nodes=auto shards=8", "the fewest nodes that fit"),
+        ("plan +experiment=8b_nvfp4 price=3.5", "with what it costs at a price an hour"),
+        ("plan +experiment=8b_nvfp4 gemm_efficiency.fp4=0.5", "with other assumptions"),
     ),
     "status": (("status run=latest", "where the newest run stands"),),
     "data": (

@@ -146,6 +146,15 @@ def status(raw: dict[str, Any], overrides: list[str]) -> None:
     print("\n".join(describe(config, found)))
 
 
+def plan(raw: dict[str, Any], overrides: list[str]) -> None:
+    """What a run would take; nothing is started, looked for or written."""
+    from pipeline.plan.estimate import smallest
+    from pipeline.plan.text import describe
+
+    automatic = raw["cluster"]["nodes"] == "auto"
+    print("\n".join(describe(smallest(raw) if automatic else from_dict(raw))))
+
+
 def data_show(raw: dict[str, Any], overrides: list[str]) -> None:
     """What a corpus holds, and how the plan goes through it."""
     from pipeline.data_show import describe_corpus

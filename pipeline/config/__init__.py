@@ -23,8 +23,11 @@ from pipeline.config.sections import (
     ExportConfig,
     FidelityConfig,
     GenerateConfig,
+    HardwareConfig,
+    KubernetesConfig,
     ModelSection,
     PhaseConfig,
+    PlanConfig,
     PrecisionConfig,
     SourceConfig,
     TokenizerConfig,
@@ -44,9 +47,12 @@ __all__ = [
     "ExportConfig",
     "FidelityConfig",
     "GenerateConfig",
+    "HardwareConfig",
+    "KubernetesConfig",
     "ModelSection",
     "PermanentError",
     "PhaseConfig",
+    "PlanConfig",
     "PrecisionConfig",
     "SourceConfig",
     "TokenizerConfig",
@@ -63,6 +69,21 @@ __all__ = [
 
 def from_dict(raw: Mapping[str, Any]) -> Config:
     """Build and validate a `Config`. Raises `ConfigError`."""
-    config = build(Config, raw, "")
+    config = build(Config, _with_workers(raw), "")
     validate(config)
     return config
+
+
+def _with_workers(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`cluster.workers: null` is one worker for each `gpus_per_worker` GPUs of the nodes."""
+    cluster = raw.get("cluster")
+    if not isinstance(cluster, Mapping) or cluster.get("workers", 0) is not None:
+        return raw
+    sizes = [cluster.get(name) for name in ("nodes", "gpus_per_node", "gpus_per_worker")]
+    nodes, per_node, per_worker = (size if type(size) is int else 0 for size in sizes)
+    if min(nodes, per_node, per_worker) < 1:
+        raise ConfigError(
+            f"cluster: nodes={sizes[0]}, gpus_per_node={sizes[1]}, gpus_per_worker={sizes[2]}: "
+            "whole numbers above 0 (auto is for plan alone), or give cluster.workers"
+        )
+    return {**raw, "cluster": {**cluster, "workers": nodes * (per_node // per_worker)}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from pipeline.config.errors import ConfigError, nearest
-from pipeline.config.sections import STAGES, Config
+from pipeline.config.sections import STAGES, ClusterConfig, Config, PlanConfig
 
 
 def validate(config: Config) -> None:
@@ -15,6 +15,7 @@ def validate(config: Config) -> None:
         if stage not in STAGES:
             raise ConfigError(f"stages: no stage {stage!r}; {nearest(stage, STAGES)}")
     _check_ranges(config)
+    _check_nodes(config.cluster)
     if train.global_batch % train.micro_batch:
         raise ConfigError(
             f"train.global_batch={train.global_batch} is not a multiple of "
@@ -90,6 +91,9 @@ def _check_ranges(config: Config) -> None:
         "cluster.cpus_per_worker": (cluster.cpus_per_worker, 0, huge),
         "cluster.gpus_per_worker": (cluster.gpus_per_worker, 0, huge),
         "cluster.max_failures": (cluster.max_failures, -1, huge),
+        "cluster.nodes": (cluster.nodes, 1, huge),
+        "cluster.gpus_per_node": (cluster.gpus_per_node, 0, huge),
+        **_plan_ranges(config.plan),
     }
     for name, source in data.sources.items():
         if source.max_bytes is not None:
@@ -106,3 +110,45 @@ def _check_ranges(config: Config) -> None:
             )
     if config.name in {"data", "latest", "mlartifacts"}:
         raise ConfigError(f"name={config.name}: taken for other things; choose another")
+
+
+def _plan_ranges(plan: PlanConfig) -> dict[str, tuple[float, float, float]]:
+    shares = {f"plan.gemm_efficiency.{name}": share for name, share in plan.gemm_efficiency.items()}
+    shares |= {
+        f"plan.{name}": getattr(plan, name)
+        for name in (
+            "attention_efficiency",
+            "scan_efficiency",
+            "quantization_efficiency",
+            "memory_efficiency",
+            "network_efficiency",
+        )
+    }
+    ranges: dict[str, tuple[float, float, float]] = {
+        name: (share, 1e-3, 1) for name, share in shares.items()
+    }
+    ranges["plan.overlap"] = (plan.overlap, 0, 1)
+    ranges["plan.reserved_gb"] = (plan.reserved_gb, 0, 1e300)
+    ranges["plan.price"] = (plan.price or 0, 0, 1e300)
+    ranges["plan.shards"] = (1 if plan.shards is None else plan.shards, 1, 1e300)
+    for source, tokens in (plan.corpus_tokens or {}).items():
+        ranges[f"plan.corpus_tokens.{source}"] = (tokens, 1, 1e300)
+    return ranges
+
+
+def _check_nodes(cluster: ClusterConfig) -> None:
+    """Nodes, where they are given, hold just the workers."""
+    if not cluster.gpus_per_node:
+        return
+    gpus = cluster.nodes * cluster.gpus_per_node
+    if cluster.gpus_per_node % max(cluster.gpus_per_worker, 1):
+        raise ConfigError(
+            f"cluster.gpus_per_worker={cluster.gpus_per_worker} does not divide "
+            f"cluster.gpus_per_node={cluster.gpus_per_node}"
+        )
+    if cluster.workers * cluster.gpus_per_worker != gpus:
+        raise ConfigError(
+            f"cluster.workers={cluster.workers} of {cluster.gpus_per_worker} GPUs: "
+            f"{cluster.nodes} nodes of {cluster.gpus_per_node} have {gpus}; give cluster.nodes "
+            "and leave cluster.workers out"
+        )

@@ -32,6 +32,7 @@ AROUND_A_RUN = {  # top-level keys of which no weight of a run depends
     "fidelity",
     "generate",
     "name",
+    "plan",
     "resume",
     "root",
     "run",
@@ -220,8 +221,54 @@ class TrackingConfig:
 
 
 @dataclass(frozen=True)
+class HardwareConfig:
+    """One GPU and its links as the datasheet has them, for `plan`. Peaks are dense; 0: none."""
+
+    name: str
+    capability: tuple[int, ...]  # of its architecture: [10, 0]
+    bf16_tflops: float
+    fp8_tflops: float
+    fp4_tflops: float
+    memory_gb: float  # 10^9 bytes
+    memory_tb_per_second: float
+    nvlink_gb_per_second: float  # a GPU and direction, within one NVLink domain
+    nvlink_gpus: int  # in one domain
+    network_gb_per_second: float  # a GPU and direction, between domains
+
+
+@dataclass(frozen=True)
+class KubernetesConfig:
+    """The pods of a run, for `manifest` and `submit`: one Ray pod a node, and a head beside them.
+
+    What a node's pod asks for it gets whole: requests are limits.
+    """
+
+    image: str
+    namespace: str = "nvfp4-pretrain"
+    arch: str = "amd64"  # of the GPU nodes; Grace is arm64
+    node_cpus: int = 16
+    node_memory: str = "128Gi"
+    head_arch: str = "amd64"
+    head_cpus: int = 8
+    head_memory: str = "32Gi"
+    queue: str | None = "training"  # Kueue's LocalQueue; none: no queue
+    priority_class: str | None = "training"
+    compute_domain: bool = False  # NVLink across nodes: a ComputeDomain's IMEX channel by DRA
+    storage_claim: str = "runs"  # a volume that all pods write; the run's root lies on it
+    storage_path: str = "/data"
+    tracking_secret: str | None = "mlflow-client"  # MLFLOW_TRACKING_USERNAME, _PASSWORD
+    retries: int = 20  # of the whole job, each on a new Ray cluster
+    deadline_hours: int = 24 * 90
+    grace_seconds: int = 900  # between SIGTERM and SIGKILL: a step and a checkpoint fit in
+    wait_seconds: int = 900  # for the nodes of a fresh cluster to join
+
+
+@dataclass(frozen=True)
 class ClusterConfig:
-    """Who computes. `workers` 0: in this process (Ray Train's local mode)."""
+    """Who computes. `workers` 0: in this process (Ray Train's local mode).
+
+    A cluster of GPUs is given as nodes; `workers: null` in its file makes one for each GPU.
+    """
 
     workers: int = 0
     cpus_per_worker: float = 1
@@ -229,6 +276,30 @@ class ClusterConfig:
     accelerator: str | None = None  # for example B200; named in the plan and checked at start
     address: str | None = None  # an existing Ray cluster
     max_failures: int = 3
+    nodes: int = 1
+    gpus_per_node: int = 0
+    hardware: HardwareConfig | None = None
+    kubernetes: KubernetesConfig | None = None
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What `plan` assumes. Efficiencies are shares of a datasheet's peak: none is measured here."""
+
+    price: float | None = None  # of a GPU-hour
+    currency: str = "USD"
+    gemm_efficiency: Mapping[str, float] = dataclasses.field(
+        default_factory=lambda: {"bf16": 0.75, "fp8": 0.70, "fp4": 0.60}
+    )
+    attention_efficiency: float = 0.50  # of the BF16 peak
+    scan_efficiency: float = 0.25  # of the BF16 peak
+    quantization_efficiency: float = 0.50  # of the memory's bandwidth
+    memory_efficiency: float = 0.70  # the same, of all other passes
+    network_efficiency: float = 0.75
+    overlap: float = 0.80  # share of the communication that can hide behind the computation
+    reserved_gb: float = 8.0  # a GPU's context, NCCL's buffers, fragmentation
+    shards: int | None = None  # GPUs that hold one copy of the weights together; none: as trained
+    corpus_tokens: Mapping[str, float] | None = None  # that each source has
 
 
 @dataclass(frozen=True)
@@ -248,6 +319,7 @@ class Config:
     fidelity: FidelityConfig = FidelityConfig()
     export: ExportConfig = ExportConfig()
     generate: GenerateConfig = GenerateConfig()
+    plan: PlanConfig = PlanConfig()
     run: str | None = None  # the id or `latest`: what eval, report and status work on
     source: str | None = None  # of which source `data inspect` shows a row
     row: int = 0  # which row

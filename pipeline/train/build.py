@@ -23,11 +23,11 @@ def build_model(config: Config, device: torch.device) -> HybridModel:
     return HybridModel(shape, dtype, checkpointing, config.seed).to(device)
 
 
-def build_recipe(config: Config) -> Recipe:
-    """The precision recipe with the configured BF16 blocks at both ends."""
+def build_recipe(config: Config, name: str | None = None) -> Recipe:
+    """The precision recipe, or the one of that name, with the configured BF16 blocks."""
     ends = (config.precision.first, config.precision.last)
     first, last = (end if 0 < end < 1 else int(end) for end in ends)
-    return named_recipe(config.precision.recipe).with_blocks(first, last)
+    return named_recipe(name or config.precision.recipe).with_blocks(first, last)
 
 
 def build_mixture(config: Config, schedule: Schedule, dataset: Dataset) -> Mixture:
