@@ -44,17 +44,24 @@ _BATCH_DOCUMENTS = 512  # tokenized at once
 
 
 @contextmanager
-def quiet_ray_data(preserve_order: bool = False) -> Iterator[None]:
-    """Datasets made inside show no progress bars or start messages, and may keep their order."""
+def quiet_ray_data(preserve_order: bool = False, memory: float | None = None) -> Iterator[None]:
+    """Datasets made inside show no progress bars or start messages, and may keep their order.
+
+    memory: bytes of blocks that may wait in the object store; None: Ray's own limit.
+    """
     context = ray.data.DataContext.get_current()
     options, logger = context.execution_options, logging.getLogger("ray.data")
     before = context.enable_progress_bars, options.preserve_order, logger.level
+    limits = options.resource_limits
     context.enable_progress_bars, options.preserve_order = False, preserve_order
+    if memory is not None:
+        options.resource_limits = limits.copy(object_store_memory=memory)
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
         context.enable_progress_bars, options.preserve_order = before[:2]
+        options.resource_limits = limits
         logger.setLevel(before[2])
 
 

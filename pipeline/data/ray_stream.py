@@ -1,80 +1,112 @@
-"""Ray Data as the reader of a planned mixture: for shards on storage too slow to map into memory.
+"""Ray Data as the reader of a planned mixture: many tasks, on any node that sees the shards.
 
-The plan is a pure function, so a task needs only the numbers of the requests that it reads. Ray
-Data keeps them in order, holds back when the reader is slow, and places tasks on any node that sees
-the shards; the batches equal those of `MixtureStream.read` byte for byte.
+The plan is a pure function, so a task needs only the requests that it reads. Ray Data keeps them in
+order, holds back when the reader is slow, and runs a task again whose worker died; the batches
+equal those of `MixtureStream.read` byte for byte.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import ray.data
 
+from pipeline.data.chunks import Chunk, Request, cut_requests, read_chunk
 from pipeline.data.ray_jobs import quiet_ray_data
 from pipeline.data.shards import Dataset
 
 if TYPE_CHECKING:
-    from pipeline.data.stream import Batch, MixtureStream, Request
+    from pipeline.data.stream import Batch, MixtureStream
 
-WINDOW = 4096  # requests planned at a time
-_TASK_UNITS = 512  # units that a task reads, about: fewer cost more in overhead than in reading
+WINDOW = 4096  # chunks planned at a time
+CHUNK_UNITS = 512  # fewer cost more in overhead than in reading
 _READERS = 2  # tasks at a time for each rank
 _READER_CPUS = 0.25  # reading waits for storage; the training workers hold whole CPUs
 
 
-def iterate_with_ray(stream: MixtureStream, requests: Iterable[Request]) -> Iterator[Batch]:
+def iterate_with_ray(
+    stream: MixtureStream, requests: Iterable[Request], prefetch_bytes: int, pin: bool
+) -> Iterator[Batch]:
     """The batches of the requests in order. Ray must be running."""
-    following = iter(requests)
-    while window := list(itertools.islice(following, WINDOW)):
-        yield from _read_window(stream, window)
+    most = min(CHUNK_UNITS, prefetch_bytes // 4 // stream.unit_bytes)
+    chunks = cut_requests(requests, most)
+    while window := list(itertools.islice(chunks, WINDOW)):
+        for chunk in _read_window(stream, window, prefetch_bytes):
+            yield from stream.batches(chunk, pin=pin)
 
 
-def _read_window(stream: MixtureStream, window: list[Request]) -> Iterator[Batch]:
-    from pipeline.data.stream import make_batch  # imports torch, which reading does not need
+def _read_window(
+    stream: MixtureStream, window: list[tuple[Request, ...]], prefetch_bytes: int
+) -> Iterator[Chunk]:
+    """The chunks of a window, each a task of its own and a row of what Ray Data hands over."""
+    dataset, mixture, unit_length = stream.dataset, stream.mixture, stream.unit_length
+    place = (dataset.folder, dataset.shards_uri)
 
-    folder, mixture, unit_length = stream.dataset.folder, stream.mixture, stream.unit_length
-
-    def fetch(batch: dict[str, np.ndarray]) -> pa.Table:
-        dataset = _opened(folder)
-        tokens = []
-        for number in batch["item"]:
-            first_unit, num_units, _ = window[number]
-            source_U, row_U = mixture.locate(np.arange(first_unit, first_unit + num_units))
-            names = [mixture.names[source] for source in source_U]
-            tokens.append(dataset.read_units(names, row_U, unit_length).tobytes())
-        return pa.table({"number": batch["item"], "tokens": pa.array(tokens, pa.large_binary())})
-
-    units = sum(num_units for _, num_units, _ in window)
-    blocks = min(len(window), -(-units // _TASK_UNITS))
-    with quiet_ray_data(preserve_order=True):
-        numbers = ray.data.from_items(list(range(len(window))), override_num_blocks=blocks)
-        fetched = numbers.map_batches(
-            fetch, batch_size=None, num_cpus=_READER_CPUS, concurrency=min(blocks, _READERS)
+    def fetch(plan: pa.Table) -> pa.Table:
+        opened = _opened(*place)
+        return pa.Table.from_pylist(
+            [
+                _packed(read_chunk(opened, mixture, unit_length, requests))
+                for requests in plan["requests"].to_pylist()
+            ],
+            _PACKED,
         )
-        for number, row in enumerate(fetched.iter_rows()):
-            assert row["number"] == number, "Ray Data changed the order"
-            first_unit, num_units, sequence_length = window[number]
-            tokens = np.frombuffer(row["tokens"], dtype=stream.dataset.dtype)
-            source_U, _ = mixture.locate(np.arange(first_unit, first_unit + num_units))
-            yield make_batch(
-                tokens.reshape(num_units, unit_length + 1),
-                source_U,
-                stream.dataset.eos_id,
-                sequence_length,
-                first_unit,
-                num_units,
-            )
-        assert number == len(window) - 1, "Ray Data lost rows"
+
+    plan = [pa.table({"requests": pa.array([chunk], _REQUESTS)}) for chunk in window]
+    with quiet_ray_data(preserve_order=True, memory=prefetch_bytes):
+        fetched = ray.data.from_arrow(plan).map_batches(
+            fetch,
+            batch_size=None,
+            batch_format="pyarrow",
+            num_cpus=_READER_CPUS,
+            concurrency=min(len(window), _READERS),
+        )
+        expected = iter(window)
+        for table in fetched.iter_batches(batch_size=None, batch_format="pyarrow"):
+            for row in range(len(table)):
+                chunk = _unpacked(table, row, dataset.dtype)
+                assert chunk.requests == next(expected), "Ray Data changed the order"
+                yield chunk
+        assert next(expected, None) is None, "Ray Data lost rows"
+
+
+_REQUESTS = pa.list_(pa.list_(pa.int64()))
+_PACKED = pa.schema(
+    [
+        ("requests", _REQUESTS),
+        ("tokens", pa.large_binary()),
+        ("sources", pa.large_binary()),
+        ("damaged", pa.string()),
+    ]
+)
+
+
+def _packed(chunk: Chunk) -> dict[str, Any]:
+    return {
+        "requests": chunk.requests,
+        "tokens": chunk.tokens_UT.tobytes(),
+        "sources": chunk.source_U.tobytes(),
+        "damaged": json.dumps(list(chunk.damaged.items())),
+    }
+
+
+def _unpacked(table: pa.Table, row: int, dtype: np.dtype[Any]) -> Chunk:
+    """The chunk of a row, its tokens still in Ray's object store."""
+    requests = tuple(tuple(request) for request in table["requests"][row].as_py())
+    source_U = np.frombuffer(table["sources"][row].as_buffer(), np.int64)
+    tokens = np.frombuffer(table["tokens"][row].as_buffer(), dtype)
+    damaged = dict(json.loads(table["damaged"][row].as_py()))
+    return Chunk(requests, tokens.reshape(len(source_U), -1), source_U, damaged)
 
 
 @lru_cache(maxsize=1)
-def _opened(folder: Path) -> Dataset:
+def _opened(folder: Path, shards_uri: str | None) -> Dataset:
     """A worker's view of the corpus, opened once."""
-    return Dataset.open(folder)
+    return Dataset.open(folder, shards_uri, check_shards=False)

@@ -4,8 +4,9 @@
       manifest.json               format version, counts, checksums, content hash
       tokenizer.json
       <source>-00000.tokens       token ids, little-endian uint16 (uint32 above 65536 ids)
+      <source>-00000.sums         uint64: a sum for each 512 bytes of it, checked in reading
       <source>-00000.offsets      uint64: where each document starts, then the number of tokens
-      holdout/<source>.tokens, .offsets     documents never trained on, in the same form
+      holdout/<source>.tokens, .sums, .offsets     documents never trained on, in the same form
       holdout/<source>.jsonl                their texts: {"text": ..., "reserved": ...}
 
 Every document ends with one end-of-document token. A source is one stream of tokens over its
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,36 +25,53 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config import ConfigError, digest, nearest
+from pipeline.config import digest, nearest
+from pipeline.data.blocks import (
+    REMEDY,
+    DamagedShardError,
+    DataError,
+    LocalFiles,
+    RemoteFiles,
+    write_sums,
+)
 from pipeline.data.tokenizer import TOKENIZER_FILE, read_token_bytes
 
 FORMAT = "token-shards"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
-_REMEDY = "delete the folder and run prepare again"
-
-
-class DataError(ConfigError):
-    """A prepared corpus that cannot be used: the message names the file and the way out."""
 
 
 class Dataset:
-    """A prepared corpus, its shards mapped into memory. Safe to read from several threads."""
+    """A prepared corpus. Safe to read from several threads.
 
-    def __init__(self, folder: Path, manifest: Mapping[str, Any]) -> None:
+    `shards_uri` is the address of a copy of the shards that is read by range; None maps the
+    folder's own into memory.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: Mapping[str, Any], shards_uri: str | None = None
+    ) -> None:
         self.folder = folder
         self.manifest = manifest
+        self.shards_uri = shards_uri
         self.tokenizer_path = folder / TOKENIZER_FILE
         self.eos_id: int = manifest["tokenizer"]["eos_id"]
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
         self.dtype = token_dtype(self.vocab_size)
-        self._maps: dict[str, NDArray[np.unsignedinteger]] = {}
+        self.local = LocalFiles(folder, self.dtype)
+        self.files = RemoteFiles(shards_uri, self.dtype) if shards_uri else self.local
 
     @classmethod
-    def open(cls, folder: Path | str) -> Dataset:
-        """Read the manifest and check that every file has its size. Raises `DataError`."""
-        dataset = cls(Path(folder), read_manifest(Path(folder)))
-        verify(dataset)
+    def open(
+        cls, folder: Path | str, shards_uri: str | None = None, *, check_shards: bool = True
+    ) -> Dataset:
+        """Read the manifest, and check that every file has its size and the tokenizer its hash.
+
+        check_shards: the shards' sizes as well; without, a bad one is found when it is read.
+        Raises `DataError`.
+        """
+        dataset = cls(Path(folder), read_manifest(Path(folder)), shards_uri)
+        verify(dataset, check_shards=check_shards and not shards_uri)
         return dataset
 
     @property
@@ -81,25 +99,58 @@ class Dataset:
                 f"source {source} has {self.num_tokens(source)} tokens; "
                 f"{start}..{start + count} reaches outside"
             )
-        borders = self._borders[source]
+        borders, shards = self._borders[source], self._source(source)["shards"]
         out = np.empty(count, dtype=self.dtype)
         filled = 0
         shard = int(np.searchsorted(borders, start, side="right")) - 1
         while filled < count:
-            begin = start + filled - borders[shard]
-            part = self._shard(source, shard)[begin : begin + count - filled]
-            out[filled : filled + len(part)] = part
-            filled, shard = filled + len(part), shard + 1
+            begin = start + filled - int(borders[shard])
+            part = min(count - filled, shards[shard]["tokens"] - begin)
+            out[filled : filled + part] = self.files.read(shards[shard], begin, part)
+            filled, shard = filled + part, shard + 1
         return out
 
     def read_units(
-        self, sources: Sequence[str], rows: NDArray[np.int64], unit_length: int
-    ) -> NDArray[np.unsignedinteger]:
-        """Units of several sources [U, unit_length + 1], each with the token after it."""
-        tokens_UT = np.empty((len(rows), unit_length + 1), dtype=self.dtype)
-        for unit, (source, row) in enumerate(zip(sources, rows.tolist(), strict=True)):
-            tokens_UT[unit] = self.read(source, row * unit_length, unit_length + 1)
-        return tokens_UT
+        self,
+        names: Sequence[str],
+        source_U: NDArray[np.int64],
+        row_U: NDArray[np.int64],
+        unit_length: int,
+    ) -> tuple[NDArray[np.unsignedinteger], dict[int, str]]:
+        """Units of several sources [U, unit_length + 1], each with the token after it.
+
+        source_U: places in `names`. The second value names, for each unit that cannot be had, the
+        shard found damaged; such a unit is filled with end-of-document tokens.
+        """
+        tokens_UT = np.full((len(row_U), unit_length + 1), self.eos_id, dtype=self.dtype)
+        damaged: dict[int, str] = {}
+        alone: list[tuple[int, str, int]] = []  # unit, source, start: what is read one by one
+        for number in np.unique(source_U):
+            name, units = names[number], np.flatnonzero(source_U == number)
+            start_K, borders = row_U[units] * unit_length, self._borders[name]
+            shard_K = np.searchsorted(borders, start_K, side="right") - 1
+            together_K = start_K + unit_length < borders[shard_K + 1]  # not across a border
+            together_K &= self.files is self.local
+            for shard in np.unique(shard_K[together_K]):
+                at = np.flatnonzero(together_K & (shard_K == shard))
+                entry, begin_K = self._source(name)["shards"][shard], start_K[at] - borders[shard]
+                found_KT, intact_K = self.local.read_many(entry, begin_K, unit_length + 1)
+                tokens_UT[units[at[intact_K]]] = found_KT[intact_K]
+                damaged |= dict.fromkeys(units[at[~intact_K]].tolist(), entry["file"])
+            rest = np.flatnonzero(~together_K)
+            alone += zip(
+                units[rest].tolist(), [name] * len(rest), start_K[rest].tolist(), strict=True
+            )
+
+        def read_alone(item: tuple[int, str, int]) -> None:
+            unit, name, start = item
+            try:
+                tokens_UT[unit] = self.read(name, start, unit_length + 1)
+            except DamagedShardError as error:
+                damaged[unit] = error.file
+
+        list(self.files.map(read_alone, alone))
+        return tokens_UT, damaged
 
     def shards_of(self, source: str, start: int, count: int) -> list[str]:
         """Names of the shards that hold tokens start .. start + count - 1 of a source's stream."""
@@ -125,7 +176,7 @@ class Dataset:
         for shard in range(first, last + 1):
             before = sum(entry["documents"] for entry in shards[:shard])
             file = self.folder / shards[shard]["offsets"]["file"]
-            offsets = _map(file, np.dtype("<u8")).astype(np.int64) + borders[shard]
+            offsets = np.memmap(file, "<u8", mode="r").astype(np.int64) + borders[shard]
             low = max(int(np.searchsorted(offsets, start, side="right")) - 1, 0)
             high = int(np.searchsorted(offsets[:-1], start + count, side="left"))
             found += [
@@ -136,7 +187,8 @@ class Dataset:
 
     def holdout(self, source: str) -> NDArray[np.unsignedinteger]:
         """The held-out token stream: documents chosen by hash. Reserved ones are not in it."""
-        return _map(self.folder / self._source(source)["holdout"]["file"], self.dtype)
+        entry = self._source(source)["holdout"]
+        return self.local.read(entry, 0, entry["tokens"])
 
     def holdout_documents(self, source: str) -> list[dict[str, Any]]:
         """Held-out documents as {"text": str, "reserved": bool}: the stream's, then reserved ones.
@@ -165,13 +217,6 @@ class Dataset:
             for name, entry in self.manifest["sources"].items()
         }
 
-    def _shard(self, source: str, number: int) -> NDArray[np.unsignedinteger]:
-        """A shard's tokens, mapped when first read."""
-        file = self._source(source)["shards"][number]["file"]
-        if file not in self._maps:
-            self._maps[file] = _map(self.folder / file, self.dtype)
-        return self._maps[file]
-
     def _source(self, source: str) -> dict[str, Any]:
         entries = self.manifest["sources"]
         if source not in entries:
@@ -190,9 +235,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{path}: missing, so this is no prepared corpus; {_REMEDY}") from None
+        raise DataError(f"{path}: missing, so this is no prepared corpus; {REMEDY}") from None
     except (OSError, ValueError) as error:
-        raise DataError(f"{path}: unreadable ({error}); {_REMEDY}") from None
+        raise DataError(f"{path}: unreadable ({error}); {REMEDY}") from None
     found = (manifest.get("format"), manifest.get("version")) if manifest else None
     if found != (FORMAT, FORMAT_VERSION):
         raise DataError(
@@ -200,7 +245,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             "prepare the corpus again, or use the program that wrote it"
         )
     if manifest["content_hash"] != content_hash(manifest):
-        raise DataError(f"{path}: does not match its own content hash; {_REMEDY}")
+        raise DataError(f"{path}: does not match its own content hash; {REMEDY}")
     return manifest
 
 
@@ -211,24 +256,28 @@ def content_hash(manifest: Mapping[str, Any]) -> str:
     )
 
 
-def verify(dataset: Dataset, deep: bool = False) -> None:
-    """Check every file's size, and with `deep` its SHA-256. Raises `DataError`."""
-    for entry in _files(dataset.manifest):
+def verify(dataset: Dataset, deep: bool = False, *, check_shards: bool = True) -> None:
+    """Check every file's size, and with `deep` its SHA-256. Raises `DataError`.
+
+    check_shards: the training shards as well as the rest.
+    """
+    for entry in _files(dataset.manifest, check_shards):
         path = dataset.folder / entry["file"]
         try:
             size = path.stat().st_size
         except OSError:
-            raise DataError(f"{path}: missing; {_REMEDY}") from None
+            raise DataError(f"{path}: missing; {REMEDY}") from None
         if size != entry["size"]:
-            raise DataError(f"{path}: has {size} bytes, not {entry['size']}; {_REMEDY}")
-        if deep and file_sha256(path) != entry["sha256"]:
-            raise DataError(f"{path}: damaged, its SHA-256 differs from the manifest's; {_REMEDY}")
+            raise DataError(f"{path}: has {size} bytes, not {entry['size']}; {REMEDY}")
+        hashed = deep or path == dataset.tokenizer_path
+        if hashed and file_sha256(path) != entry["sha256"]:
+            raise DataError(f"{path}: damaged, its SHA-256 differs from the manifest's; {REMEDY}")
 
 
 def write_documents(
     folder: Path, stem: str, documents: Iterable[np.ndarray], vocab_size: int
 ) -> dict[str, Any]:
-    """Write `<stem>.tokens` and `.offsets` from documents that end with EOS; the manifest's entry.
+    """Write a shard's three files from documents that end with EOS; its entry in the manifest.
 
     File names in it are relative to `folder`.
     """
@@ -243,12 +292,14 @@ def write_documents(
             offsets.append(total)
             first, last = int(ids[0]) if first is None else first, int(ids[-1])
     (folder / f"{stem}.offsets").write_bytes(np.asarray(offsets, dtype="<u8").tobytes())
+    write_sums(folder / f"{stem}.tokens", folder / f"{stem}.sums")
     return {
         **describe_file(folder, f"{stem}.tokens"),
         "tokens": total,
         "documents": len(offsets) - 1,
         "first_id": first,
         "last_id": last,
+        "sums": describe_file(folder, f"{stem}.sums"),
         "offsets": describe_file(folder, f"{stem}.offsets"),
     }
 
@@ -264,17 +315,12 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _files(manifest: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+def _files(manifest: Mapping[str, Any], with_shards: bool) -> Iterator[dict[str, Any]]:
     """Every entry of the manifest that describes a file."""
     yield manifest["tokenizer"]
     for source in manifest["sources"].values():
-        for entry in [*source["shards"], source["holdout"]]:
+        for entry in [*(source["shards"] if with_shards else ()), source["holdout"]]:
             yield entry
+            yield entry["sums"]
             yield entry["offsets"]
         yield source["holdout"]["texts"]
-
-
-def _map(path: Path, dtype: np.dtype[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
-    if not path.stat().st_size:
-        return np.empty(0, dtype=dtype)
-    return np.memmap(path, dtype=dtype, mode="r")

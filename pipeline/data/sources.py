@@ -15,15 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
-import fsspec.implementations.arrow
 import fsspec.implementations.local
 import pyarrow as pa
-import pyarrow.fs
 import pyarrow.parquet as pq
 
 from pipeline.config import ConfigError, DataConfig, SourceConfig, nearest
 from pipeline.data import builtin, mathematics
+from pipeline.data.blocks import filesystem
 from pipeline.data.document import (
     EMPTY,
     MALFORMED,
@@ -216,7 +214,7 @@ def _read_parquet(uri: str, column: str) -> Iterator[Item]:
 
 def _open(uri: str) -> Any:
     """The bytes of a local or remote file, decompressed by its ending."""
-    system, path = _filesystem(uri)
+    system, path = filesystem(uri)
     file = system.open(path, "rb")
     for ending, compression in _COMPRESSION.items():
         if path.endswith(ending):
@@ -224,19 +222,10 @@ def _open(uri: str) -> Any:
     return file
 
 
-def _filesystem(uri: str) -> tuple[Any, str]:
-    """The file system of an address, by fsspec or else by pyarrow (S3, GCS, HDFS)."""
-    try:
-        return fsspec.core.url_to_fs(uri)
-    except (ImportError, ValueError):
-        system, path = pa.fs.FileSystem.from_uri(uri)
-        return fsspec.implementations.arrow.ArrowFSWrapper(system), path
-
-
 def _list_uri(uri: str, endings: tuple[str, ...], key: str) -> list[InputFile]:
     """The files at an address: itself, a folder's at any depth, or what a glob matches."""
     try:
-        system, path = _filesystem(uri)
+        system, path = filesystem(uri)
         if glob.has_magic(uri):
             found = {p: i for p, i in system.glob(path, detail=True).items() if i["type"] == "file"}
         elif system.isdir(path):

@@ -1,14 +1,16 @@
 """Batches of a planned mixture: reads the rows that the plan names, ahead of training.
 
+The executors differ in who reads a chunk of requests; what turns it into batches is the same.
+
 Legend: U units, B rows of a batch, T tokens of a row.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import queue
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,16 +19,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.loss import IGNORED
-from model.packing import document_index
+from pipeline.data.chunks import Chunk, Request, cut_requests, read_chunk
 from pipeline.data.mixture import Mixture
 from pipeline.data.shards import Dataset
 
-Request = tuple[int, int, int]  # first unit, number of units, sequence length
+PREFETCH_BYTES = 256 << 20
+_BATCH_BYTES = 20  # a token of a batch: int64, int64 and int32
+_CHUNK_UNITS = 256
+_THREADS = 2  # one reads while the other lays out
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of packed documents with their labels, and which units of the plan they are."""
+    """Rows of packed documents with their labels, and which units of the plan they are.
+
+    damaged: shards that units of it lie in and that could not be read; these units' labels are
+    ignored.
+    """
 
     tokens_BT: Tensor  # int64
     labels_BT: Tensor  # int64, the next token; IGNORED where that starts another document
@@ -34,38 +43,73 @@ class Batch:
     source_B: Tensor  # int64, source ids of the mixture
     first_unit: int
     num_units: int
+    damaged: frozenset[str] = frozenset()
 
 
 class MixtureStream:
     """The units of a mixture over a prepared corpus, in the mixture's order.
 
-    `unit_length` is in tokens. Holds no position: whoever reads says from where.
+    `unit_length` is in tokens. `across_documents`: whether a document's last token has the next
+    document's first as its label, or none. Holds no position: whoever reads says from where.
     """
 
-    def __init__(self, dataset: Dataset, mixture: Mixture, unit_length: int) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        mixture: Mixture,
+        unit_length: int,
+        *,
+        across_documents: bool = False,
+    ) -> None:
         for name, size in zip(mixture.names, mixture.sizes, strict=True):
             assert size <= dataset.num_units(name, unit_length)
         self.dataset = dataset
         self.mixture = mixture
         self.unit_length = unit_length
+        self.across_documents = across_documents
 
     def read(self, first_unit: int, num_units: int, sequence_length: int) -> Batch:
         """Units first_unit .. first_unit + num_units - 1, each cut into consecutive rows.
 
         Raises `ValueError` if the sequence length does not divide the unit.
         """
+        [batch] = self.batches(self.read_chunk([(first_unit, num_units, sequence_length)]))
+        return batch
+
+    def read_chunk(self, requests: Sequence[Request]) -> Chunk:
+        """The units of requests of one sequence length, as they are stored."""
+        return read_chunk(self.dataset, self.mixture, self.unit_length, requests)
+
+    def batches(self, chunk: Chunk, *, pin: bool = False) -> Iterator[Batch]:
+        """The batches of a chunk's requests, in order: views of one laid-out whole."""
+        sequence_length = chunk.requests[0][2]
         if self.unit_length % sequence_length:
             raise ValueError(
                 f"a sequence length of {sequence_length} does not divide a unit of "
                 f"{self.unit_length} tokens, the longest phase's sequence"
             )
-        source_U, row_U = self.mixture.locate(np.arange(first_unit, first_unit + num_units))
-        tokens_UT = self.dataset.read_units(
-            [self.mixture.names[source] for source in source_U], row_U, self.unit_length
+        whole = make_batch(
+            chunk.tokens_UT,
+            chunk.source_U,
+            self.dataset.eos_id,
+            sequence_length,
+            across_documents=self.across_documents,
+            pin=pin,
         )
-        return make_batch(
-            tokens_UT, source_U, self.dataset.eos_id, sequence_length, first_unit, num_units
-        )
+        rows_per_unit, start = self.unit_length // sequence_length, 0
+        for first_unit, num_units, _ in chunk.requests:
+            rows = slice(start * rows_per_unit, (start + num_units) * rows_per_unit)
+            inside = range(start, start + num_units)
+            yield Batch(
+                whole.tokens_BT[rows],
+                whole.labels_BT[rows],
+                whole.seq_idx_BT[rows],
+                whole.source_B[rows],
+                first_unit,
+                num_units,
+                frozenset(file for unit, file in chunk.damaged.items() if unit in inside),
+            )
+            start += num_units
 
     def without_shards(self, batch: Batch, shards: frozenset[str]) -> Batch:
         """The batch with no label in the units that lie, in part or whole, in one of the shards.
@@ -89,20 +133,58 @@ class MixtureStream:
         return dataclasses.replace(batch, labels_BT=labels_BT)
 
     def iterate(
-        self, requests: Iterable[Request], prefetch: int = 2, executor: str = "mmap"
+        self,
+        requests: Iterable[Request],
+        *,
+        prefetch_bytes: int = PREFETCH_BYTES,
+        executor: str = "mmap",
+        pin: bool = False,
     ) -> Iterator[Batch]:
         """The batches of the requests in order, read ahead.
 
-        `mmap` reads `prefetch` batches ahead in a thread, which ends with the iterator; `ray` lets
-        Ray Data read, for slow storage. Both give the same batches, and raise an error in reading
-        where its batch would have come.
+        `mmap` reads in threads of this process, which end with the iterator; `ray` lets Ray Data
+        read. Both give the same batches, and raise an error in reading where its batch would have
+        come. At most `prefetch_bytes` are held ahead, or one chunk if that is more. pin: in
+        page-locked memory, from where a GPU fetches them by itself.
         """
         if executor == "ray":
             from pipeline.data.ray_stream import iterate_with_ray
 
-            return iterate_with_ray(self, requests)
+            return iterate_with_ray(self, requests, prefetch_bytes, pin)
         assert executor == "mmap"
-        return _read_ahead(lambda request: self.read(*request), requests, prefetch)
+        return self._iterate_with_threads(requests, prefetch_bytes, pin)
+
+    @property
+    def unit_bytes(self) -> int:
+        """What a unit takes in memory, as stored and as part of a batch."""
+        return self.unit_length * (_BATCH_BYTES + self.dataset.dtype.itemsize)
+
+    def _iterate_with_threads(
+        self, requests: Iterable[Request], prefetch_bytes: int, pin: bool
+    ) -> Iterator[Batch]:
+        most = min(_CHUNK_UNITS, prefetch_bytes // 4 // self.unit_bytes)
+        chunks = cut_requests(requests, most)
+        waiting: deque[tuple[Future[list[Batch]], int]] = deque()
+        held = 0
+
+        def read(chunk: tuple[Request, ...]) -> list[Batch]:
+            return list(self.batches(self.read_chunk(chunk), pin=pin))
+
+        pool = ThreadPoolExecutor(_THREADS, "read-ahead")
+        try:
+            following = next(chunks, None)
+            while following or waiting:
+                while following:
+                    size = sum(count for _, count, _ in following) * self.unit_bytes
+                    if waiting and held + size > prefetch_bytes:
+                        break
+                    waiting.append((pool.submit(read, following), size))
+                    held, following = held + size, next(chunks, None)
+                future, size = waiting.popleft()
+                yield from future.result()
+                held -= size
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def make_batch(
@@ -110,22 +192,39 @@ def make_batch(
     source_U: NDArray[np.int64],
     eos_id: int,
     sequence_length: int,
-    first_unit: int = 0,
-    num_units: int = 0,
+    *,
+    across_documents: bool = False,
+    pin: bool = False,
 ) -> Batch:
-    """Cut units into rows and label them: a document's last token predicts nothing."""
-    units = torch.from_numpy(tokens_UT.astype(np.int64))
-    tokens_BT = units[:, :-1].reshape(-1, sequence_length)
-    labels_BT = units[:, 1:].reshape(-1, sequence_length)
-    labels_BT = labels_BT.masked_fill(tokens_BT == eos_id, IGNORED)
-    rows_per_unit = (tokens_UT.shape[1] - 1) // sequence_length
-    return Batch(
-        tokens_BT,
-        labels_BT,
-        document_index(tokens_BT, eos_id),
-        torch.from_numpy(source_U.astype(np.int64)).repeat_interleave(rows_per_unit),
-        first_unit,
-        num_units,
+    """Cut units [U, T + 1] into rows and label them: a document's last token predicts nothing,
+    or with `across_documents` what follows. Its first unit is called 0."""
+    num_units, length = tokens_UT.shape[0], tokens_UT.shape[1] - 1
+    shape = (num_units * length // sequence_length, sequence_length)
+    tokens_BT = torch.empty(shape, dtype=torch.int64, pin_memory=pin)
+    labels_BT = torch.empty(shape, dtype=torch.int64, pin_memory=pin)
+    seq_idx_BT = torch.empty(shape, dtype=torch.int32, pin_memory=pin)
+    tokens_BT.numpy().reshape(num_units, length)[...] = tokens_UT[:, :-1]
+    labels_BT.numpy().reshape(num_units, length)[...] = tokens_UT[:, 1:]
+    # Ends of documents are few: what depends on them is written there alone.
+    unit, place = np.nonzero(tokens_UT[:, :-1] == eos_id)
+    end = unit * length + place
+    if not across_documents:
+        labels_BT.numpy().reshape(-1)[end] = IGNORED
+    _number_documents(end, seq_idx_BT.numpy())
+    source_B = torch.from_numpy(source_U.astype(np.int64).repeat(length // sequence_length))
+    return Batch(tokens_BT, labels_BT, seq_idx_BT, source_B, 0, num_units)
+
+
+def _number_documents(end: NDArray[np.int64], seq_idx_BT: NDArray[np.int32]) -> None:
+    """Write `model.packing.document_index`, given the flat places of documents' last tokens."""
+    num_rows, length = seq_idx_BT.shape
+    row_start = np.arange(num_rows) * length
+    start = np.union1d(row_start, end[(end + 1) % length != 0] + 1)
+    first = np.searchsorted(start, row_start)  # the run that each row starts with
+    runs = np.diff(first, append=len(start))
+    number = np.arange(len(start)) - first.repeat(runs)
+    seq_idx_BT.reshape(-1)[:] = number.astype(np.int32).repeat(
+        np.diff(start, append=num_rows * length)
     )
 
 
@@ -144,42 +243,3 @@ def validation_rows(dataset: Dataset, source: str, sequence_length: int, max_tok
     rows_BT = padded[starts + np.arange(sequence_length + 1)]
     source_B = np.full(num_rows, dataset.sources.index(source))
     return make_batch(rows_BT, source_B, dataset.eos_id, sequence_length)
-
-
-def _read_ahead(
-    read: Callable[[Request], Batch], requests: Iterable[Request], prefetch: int
-) -> Iterator[Batch]:
-    """`map(read, requests)` with up to `prefetch` results computed ahead by one thread."""
-    results: queue.Queue[tuple[Batch | None, BaseException | None]] = queue.Queue(prefetch)
-    closed = threading.Event()
-
-    def put(item: tuple[Batch | None, BaseException | None]) -> None:
-        while not closed.is_set():
-            try:
-                return results.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def work() -> None:
-        try:
-            for request in requests:
-                put((read(request), None))
-                if closed.is_set():
-                    return
-            put((None, None))
-        except BaseException as error:
-            put((None, error))
-
-    thread = threading.Thread(target=work, name="read-ahead", daemon=True)
-    thread.start()
-    try:
-        while True:
-            batch, error = results.get()
-            if error is not None:
-                raise error
-            if batch is None:
-                return
-            yield batch
-    finally:
-        closed.set()
-        thread.join()

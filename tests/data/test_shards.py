@@ -83,7 +83,13 @@ def flip_a_bit(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["code-00003.tokens", "code-00003.offsets", "tokenizer.json", "holdout/code.offsets"],
+    [
+        "code-00003.tokens",
+        "code-00003.sums",
+        "code-00003.offsets",
+        "tokenizer.json",
+        "holdout/code.offsets",
+    ],
 )
 @pytest.mark.parametrize(
     ("damage", "deep", "message"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -115,7 +114,7 @@ def test_three_epochs_read_every_row_three_times_wherever_training_resumes(
 
 def test_iterate_gives_the_batches_of_the_requests_in_order(stream: MixtureStream) -> None:
     requests = [(first, 4, UNIT if first < 80 else UNIT // 2) for first in range(0, 160, 4)]
-    batches = list(stream.iterate(requests, prefetch=3))
+    batches = list(stream.iterate(requests, prefetch_bytes=20 * stream.unit_bytes))
     assert [batch.first_unit for batch in batches] == [first for first, _, _ in requests]
     assert all(
         equal(batch, stream.read(*request))
@@ -123,35 +122,40 @@ def test_iterate_gives_the_batches_of_the_requests_in_order(stream: MixtureStrea
     )
 
 
-def test_iterate_reads_no_further_ahead_than_asked(stream: MixtureStream) -> None:
-    taken = []
-
-    def requests() -> Iterator[tuple[int, int, int]]:
-        for first in range(100):
-            taken.append(first)
-            yield first, 1, UNIT
-
-    batches = stream.iterate(requests(), prefetch=2)
-    next(batches)
-    time.sleep(0.1)
-    assert len(taken) <= 1 + 2 + 1  # used, waiting, and the one that waits to get in
+@pytest.mark.parametrize("most", [8, 40])
+def test_no_more_bytes_are_held_ahead_than_asked(
+    stream: MixtureStream, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, plain = [], stream.read_chunk
+    monkeypatch.setattr(
+        stream, "read_chunk", lambda requests: (read.extend(requests), plain(requests))[1]
+    )
+    requests = ((first, 2, UNIT) for first in range(0, 300, 2))
+    batches = stream.iterate(requests, prefetch_bytes=most * stream.unit_bytes)
+    for used in range(1, 100):
+        next(batches)
+        time.sleep(0.001)
+        assert 2 * (len(read) - used + 1) <= most  # the one in use counts, too
+    assert 2 * (len(read) - used) > most / 3
     batches.close()
 
 
 def test_an_error_while_reading_ahead_is_raised_where_its_batch_would_come(
     stream: MixtureStream,
 ) -> None:
-    batches = stream.iterate([(0, 1, UNIT), (10**9, 1, UNIT), (1, 1, UNIT)])
+    requests = [(0, 1, UNIT), (10**9, 1, UNIT), (1, 1, UNIT)]
+    batches = stream.iterate(requests, prefetch_bytes=4 * stream.unit_bytes)
     assert next(batches).first_unit == 0
     with pytest.raises(ValueError, match="outside the plan"):
         next(batches)
 
 
 def test_closing_an_iterator_ends_its_thread(stream: MixtureStream) -> None:
-    batches = stream.iterate(((first, 1, UNIT) for first in range(300)), prefetch=1)
+    batches = stream.iterate((first, 1, UNIT) for first in range(300))
     next(batches)
+    assert any(thread.name.startswith("read-ahead") for thread in threading.enumerate())
     batches.close()
-    assert not any(thread.name == "read-ahead" for thread in threading.enumerate())
+    assert not any(thread.name.startswith("read-ahead") for thread in threading.enumerate())
 
 
 def test_ray_data_reads_the_same_batches(
@@ -159,8 +163,8 @@ def test_ray_data_reads_the_same_batches(
 ) -> None:
     from pipeline.data import ray_stream
 
-    monkeypatch.setattr(ray_stream, "WINDOW", 30)
-    monkeypatch.setattr(ray_stream, "_TASK_UNITS", 16)
+    monkeypatch.setattr(ray_stream, "WINDOW", 7)
+    monkeypatch.setattr(ray_stream, "CHUNK_UNITS", 16)
     requests = [(first, 4, UNIT if first < 80 else UNIT // 2) for first in range(20, 180, 4)]
     batches = list(stream.iterate(requests, executor="ray"))
     assert len(batches) == len(requests)
