@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.config import Config, ConfigError
-from pipeline.data.shards import Dataset
+from pipeline.data.shards import Dataset, open_corpus
 from pipeline.data.stream import validation_rows
 from pipeline.fidelity import Rows, Subject, measure
 from pipeline.fidelity_report import lines, verdicts
@@ -38,7 +38,7 @@ def fidelity(config: Config, run: RunFolder) -> None:
     recipes = {name: _recipe(config, name) for name in config.fidelity.recipes}
     found = _checkpoints(run, config.fidelity.steps)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    batches = held_out(Dataset.open(dataset_folder(config, run)), config, device)
+    batches = held_out(open_corpus(config.data, dataset_folder(config, run)), config, device)
     for each in found:
         started = time.perf_counter()
         model = build_model(config, device)

@@ -13,7 +13,7 @@ from pathlib import Path
 from pipeline.config import Config, ConfigError
 from pipeline.data.lookup import SeenUnit, units_of
 from pipeline.data.prepare import prepared_folder
-from pipeline.data.shards import Dataset
+from pipeline.data.shards import open_corpus
 from pipeline.data.stream import MixtureStream
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.lineage import lineage_of, schedule_of
@@ -38,7 +38,7 @@ def describe_step(config: Config, run: RunFolder, step: int) -> Iterator[str]:
             f"step={step}: the steps of run {run.id} are 0 to {schedule.num_steps - 1}"
         )
     state = checkpoint.newest_state(run.checkpoints)
-    dataset = Dataset.open(_corpus(config, run))
+    dataset = open_corpus(config.data, _corpus(config, run))
     if state and state["identity"]["data"] != dataset.content_hash:
         raise ConfigError(
             f"{dataset.folder} is not the corpus that run {run.id} was trained on; restore that"

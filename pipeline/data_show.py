@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.config import Config, ConfigError, nearest
 from pipeline.data.lookup import documents_in
-from pipeline.data.shards import Dataset
+from pipeline.data.shards import open_corpus
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.train.build import build_mixture
 from pipeline.train.schedule import Schedule
@@ -23,7 +23,7 @@ def describe_corpus(config: Config, folder: Path, schedule: Schedule) -> Iterato
 
     Warns of a source that the plan sees more often than `data.max_epochs`.
     """
-    dataset = Dataset.open(folder)
+    dataset = open_corpus(config.data, folder)
     yield f"corpus      {folder}"
     yield f"content     {dataset.content_hash[:12]}, {dataset.vocab_size:,} ids"
     yield ""
@@ -56,7 +56,7 @@ def describe_corpus(config: Config, folder: Path, schedule: Schedule) -> Iterato
 
 def describe_row(config: Config, folder: Path, source: str | None, row: int) -> Iterator[str]:
     """A unit of a source, document by document, as the model reads it. Raises `ConfigError`."""
-    dataset, length = Dataset.open(folder), config.train.sequence_length
+    dataset, length = open_corpus(config.data, folder), config.train.sequence_length
     if source not in dataset.sources:
         raise ConfigError(
             f"source={source}: name a source of the corpus; {nearest(str(source), dataset.sources)}"

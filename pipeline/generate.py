@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from pipeline.config import Config, ConfigError, GenerateConfig
-from pipeline.data.shards import Dataset
+from pipeline.data.shards import open_corpus
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.runs import RunFolder
 from pipeline.stages import dataset_folder
@@ -52,7 +52,7 @@ def generate(config: Config, run: RunFolder, out: TextIO | None = None) -> None:
     out = out or sys.stdout
     settings = config.generate
     prompts = _prompts(settings)
-    dataset = Dataset.open(dataset_folder(config, run))
+    dataset = open_corpus(config.data, dataset_folder(config, run))
     tokenizer = load_tokenizer(dataset.tokenizer_path)
     model, precision = load_model(config, find_checkpoint(config, run), inference_device())
     precision.mode = "bf16"

@@ -69,7 +69,7 @@ def prepare(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
 
 def train(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
     """Train to the end of the schedule; a run that was interrupted goes on."""
-    from pipeline.data.shards import Dataset, verify
+    from pipeline.data.shards import open_corpus, verify
     from pipeline.follow import Follower
     from pipeline.lineage import schedule_of
     from pipeline.train import checkpoint
@@ -77,13 +77,14 @@ def train(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
     from pipeline.warm_start import warm_start_of
 
     folder = dataset_folder(config, run)
-    dataset = Dataset.open(folder)
+    dataset = open_corpus(config.data, folder)
     if dataset.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's "
             f"{dataset.vocab_size}"
         )
-    verify(dataset, deep=_size(folder) < VERIFY_BYTES)
+    own_shards = config.data.on_corrupt == "stop" and not config.data.shards_uri
+    verify(dataset, deep=_size(folder) < VERIFY_BYTES, check_shards=own_shards)
     schedule = schedule_of(config, run)
     overview = describe_training(config, dataset, schedule)
     update_results(run, overview["results"])
@@ -150,7 +151,7 @@ def evaluate(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]
     """Evaluate the newest complete checkpoint in BF16, as the paper does."""
     import torch
 
-    from pipeline.data.shards import Dataset
+    from pipeline.data.shards import open_corpus
     from pipeline.evaluate import evaluate as evaluate_model
     from pipeline.train import checkpoint
     from pipeline.train.build import build_model, build_recipe
@@ -176,7 +177,7 @@ def evaluate(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]
     result = evaluate_model(
         models[0],
         models[1],
-        Dataset.open(dataset_folder(config, run)),
+        open_corpus(config.data, dataset_folder(config, run)),
         config.evals,
         folder,
         sequence_length=config.train.sequence_length,

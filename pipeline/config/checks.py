@@ -76,6 +76,7 @@ def _check_ranges(config: Config) -> None:
         "data.holdout_max_bytes": (data.holdout_max_bytes, 0, huge),
         "data.shard_tokens": (data.shard_tokens, 1, huge),
         "data.mixture_block": (data.mixture_block, 1, 2**20),
+        "data.prefetch_bytes": (data.prefetch_bytes, 1, huge),
         "data.seed": (data.seed, 0, 2**63 - 1),
         "evals.num_questions": (config.evals.num_questions, 1, huge),
         "evals.batch_size": (config.evals.batch_size, 1, huge),

@@ -76,7 +76,11 @@ class DataConfig:
     holdout_max_bytes: int = 150_000  # per source, so that evaluation stays quick
     shard_tokens: int = 16_777_216  # tokens a shard, about
     mixture_block: int = 1024  # units over which a blend's fractions hold
-    executor: str = "mmap"  # who reads shards in training: mmap, or ray (Ray Data, slow storage)
+    executor: str = "mmap"  # who reads shards in training: mmap, or ray (Ray Data, many nodes)
+    shards_uri: str | None = None  # a copy of the shards in an object store, read by range
+    prefetch_bytes: int = 268_435_456  # of batches that a rank holds ahead
+    across_documents: bool = False  # whether a document's last token predicts the next document
+    on_corrupt: str = "stop"  # at a damaged shard: stop, or skip (its rows weigh nothing)
     seed: int = 0
     max_epochs: float = 4.0  # times that a source may be seen before `data show` warns
     skip: tuple[int, ...] = ()  # steps that pass without an update; may change on resume
@@ -341,7 +345,9 @@ class Config:
         }
         for name in NOT_DECISIVE:
             decisive["train"].pop(name)
-        # The checkpoint keeps account of the last two.
-        for name in ("executor", "max_epochs", "skip", "block"):
+        # The checkpoint keeps account of `on_corrupt` and the last two.
+        for name in ("executor", "shards_uri", "prefetch_bytes", "on_corrupt", "max_epochs"):
+            decisive["data"].pop(name)
+        for name in ("skip", "block"):
             decisive["data"].pop(name)
         return digest(decisive)

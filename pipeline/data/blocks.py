@@ -196,7 +196,7 @@ class RemoteFiles(ShardFiles):
 
     def __init__(self, place: str, dtype: np.dtype[Any]) -> None:
         super().__init__(place.rstrip("/"), dtype)
-        self._system, self._path = filesystem(self.place)
+        self._system, self._path = filesystem(place.rstrip("/"))
         self.map = ThreadPoolExecutor(_REQUESTS, "range-read").map
 
     def _bytes(self, shard: Mapping[str, Any], start: int, end: int) -> Raw:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from pipeline.data.blocks import DamagedShardError
 from pipeline.data.shards import Dataset
 from pipeline.data.stream import MixtureStream
 
@@ -36,7 +37,7 @@ class SeenUnit:
     """One unit of a step, with its documents in order.
 
     row: the unit's place in its source. shards: the files that it, and the token that is its last
-    label, lie in. blocked: whether it weighed nothing.
+    label, lie in. blocked: whether it weighed nothing. documents: none where a shard is damaged.
     """
 
     index: int
@@ -59,14 +60,11 @@ def units_of(
     for index, source, row in zip(units, sources.tolist(), rows.tolist(), strict=True):
         name = stream.mixture.names[source]
         shards = tuple(dataset.shards_of_unit(name, row, length))
-        yield SeenUnit(
-            index,
-            name,
-            row,
-            shards,
-            not blocked.isdisjoint(shards),
-            tuple(documents_in(dataset, name, row * length, length, tokenizer)),
-        )
+        try:
+            documents = tuple(documents_in(dataset, name, row * length, length, tokenizer))
+        except DamagedShardError:
+            documents = ()
+        yield SeenUnit(index, name, row, shards, not blocked.isdisjoint(shards), documents)
 
 
 def documents_in(

@@ -14,11 +14,23 @@ from pathlib import Path
 
 from pipeline.config import ConfigError, DataConfig, digest, nearest
 from pipeline.data import shards
-from pipeline.data.shards import DataError, Dataset
+from pipeline.data.shards import DataError, Dataset, open_corpus
 from pipeline.data.sources import check_sources, identity
 from pipeline.data.tokenizer import check_tokenizer
 
 EXECUTORS = ("mmap", "ray")
+ON_CORRUPT = ("stop", "skip")
+IN_TRAINING = (  # keys of data that do not matter before
+    "mixture_block",
+    "executor",
+    "shards_uri",
+    "prefetch_bytes",
+    "across_documents",
+    "on_corrupt",
+    "max_epochs",
+    "skip",
+    "block",
+)
 VERSION = 1  # raise it when the same sources would give another corpus
 Progress = Callable[[str], None]
 
@@ -27,17 +39,19 @@ def check(data: DataConfig) -> None:
     """What can be wrong with the data's configuration, before any work. Raises `ConfigError`."""
     check_sources(data)
     check_tokenizer(data.tokenizer)
-    if data.executor not in EXECUTORS:
-        raise ConfigError(
-            f"data.executor: no executor {data.executor!r}; {nearest(data.executor, EXECUTORS)}"
-        )
+    for key, value, known in (
+        ("executor", data.executor, EXECUTORS),
+        ("on_corrupt", data.on_corrupt, ON_CORRUPT),
+    ):
+        if value not in known:
+            raise ConfigError(f"data.{key}: no {value!r}; {nearest(value, known)}")
 
 
 def prepared_folder(data: DataConfig, root: Path) -> Path:
     """Where the corpus of this configuration and these inputs belongs. Lists files, reads none."""
     decisive = dataclasses.asdict(data)
-    for name in ("mixture_block", "executor", "max_epochs", "skip", "block"):
-        del decisive[name]  # they matter in training only
+    for name in IN_TRAINING:
+        del decisive[name]
     for source in decisive["sources"].values():
         del source["repeat"]
     path = data.tokenizer.path
@@ -59,7 +73,7 @@ def prepare(
     check(data)
     folder = prepared_folder(data, Path(root).expanduser().resolve())
     if folder.exists():
-        dataset = Dataset.open(folder)
+        dataset = open_corpus(data, folder)
         progress(f"data: {folder} is up to date (content {dataset.content_hash[:12]})")
         return folder
     from pipeline.data.build import build  # imports Ray, which a prepared corpus does not need

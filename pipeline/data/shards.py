@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config import digest, nearest
+from pipeline.config import DataConfig, digest, nearest
 from pipeline.data.blocks import (
     REMEDY,
     DamagedShardError,
@@ -73,6 +73,11 @@ class Dataset:
         dataset = cls(Path(folder), read_manifest(Path(folder)), shards_uri)
         verify(dataset, check_shards=check_shards and not shards_uri)
         return dataset
+
+    @property
+    def place(self) -> str:
+        """Where the shards lie."""
+        return self.shards_uri or str(self.folder)
 
     @property
     def content_hash(self) -> str:
@@ -222,6 +227,11 @@ class Dataset:
         if source not in entries:
             raise DataError(f"{self.folder}: no source {source!r}; {nearest(source, entries)}")
         return entries[source]
+
+
+def open_corpus(data: DataConfig, folder: Path) -> Dataset:
+    """The corpus in a folder as a run is configured to read it. Raises `DataError`."""
+    return Dataset.open(folder, data.shards_uri, check_shards=data.on_corrupt == "stop")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:

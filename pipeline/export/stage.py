@@ -15,7 +15,7 @@ from torch import Tensor
 from model import HybridModel
 from model.hf import config_to_nemotron_h, to_nemotron_h
 from pipeline.config import Config, ConfigError, nearest
-from pipeline.data.shards import Dataset
+from pipeline.data.shards import Dataset, open_corpus
 from pipeline.export import packing as nvfp4
 from pipeline.export.calibration import calibration_rows, input_amax
 from pipeline.export.folder import (
@@ -70,7 +70,7 @@ def export(
         raise ConfigError(f"dtype={dtype}: {nearest(dtype, DTYPES)}")
     found = find_checkpoint(config, run)
     target = _target(config, run, found)
-    dataset = Dataset.open(dataset_folder(config, run))
+    dataset = open_corpus(config.data, dataset_folder(config, run))
     progress(f"run {run.id}, step {found.step}, as {settings.format}, the rest in {dtype}")
     model, precision = load_model(config, found, inference_device())
     contents = _contents(config, run, found, dataset, model, precision, dtype)

@@ -1,14 +1,17 @@
-"""Data that a run was told to leave out: `data.skip` (steps) and `data.block` (shards).
+"""Data that a run leaves out: `data.skip` (steps), `data.block` (shards), and damaged shards.
 
 Neither moves anything else: a skipped step passes without an update and a blocked shard's units
 weigh nothing, each at its place in the plan. Both take effect from the step on at which the run
 starts or goes on, and the checkpoint records since when; what lies before cannot be changed.
+
+With `data.on_corrupt=skip` a shard that cannot be read is blocked, too, from the step on that was
+the first to need what is damaged; for good, so that a run goes on alike though the file be mended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.config import ConfigError, DataConfig, nearest
@@ -16,10 +19,14 @@ from pipeline.config import ConfigError, DataConfig, nearest
 
 @dataclass(frozen=True)
 class Exclusions:
-    """skip: steps without an update. blocks: (step, shards blocked from it on), in order."""
+    """skip: steps without an update. blocks: (step, shards blocked from it on), in order.
+
+    damaged: shards found damaged, each with the first step that went without it.
+    """
 
     skip: tuple[int, ...] = ()
     blocks: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    damaged: tuple[tuple[str, int], ...] = ()
 
     def blocked(self, step: int) -> frozenset[str]:
         """Names of the shards whose units weigh nothing at `step`."""
@@ -27,7 +34,13 @@ class Exclusions:
         for start, shards in self.blocks:
             if start <= step:
                 current = shards
-        return frozenset(current)
+        return frozenset(current) | {shard for shard, start in self.damaged if start <= step}
+
+    def with_damaged(self, shards: Iterable[str], step: int) -> Exclusions:
+        """These, and shards found damaged at `step`."""
+        known = dict(self.damaged)
+        new = tuple((shard, step) for shard in sorted(shards) if shard not in known)
+        return replace(self, damaged=self.damaged + new)
 
     def resumed(self, data: DataConfig, step: int, *, fork_step: int = 0) -> Exclusions:
         """These until `step`, the configuration's from there on.
@@ -50,19 +63,21 @@ class Exclusions:
         if shards != (blocks[-1][1] if blocks else ()):
             blocks = (*blocks, (step, shards))
         ahead = {number for number in data.skip if number >= step}
-        return Exclusions(tuple(sorted(past | ahead)), blocks)
+        return Exclusions(tuple(sorted(past | ahead)), blocks, self.damaged)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, the inverse of `from_dict`."""
         return {
             "skip": list(self.skip),
             "block": [[start, list(shards)] for start, shards in self.blocks],
+            "damaged": [list(entry) for entry in self.damaged],
         }
 
     @staticmethod
     def from_dict(value: Mapping[str, Any]) -> Exclusions:
         blocks = tuple((int(start), tuple(shards)) for start, shards in value["block"])
-        return Exclusions(tuple(value["skip"]), blocks)
+        damaged = tuple((str(shard), int(start)) for shard, start in value["damaged"])
+        return Exclusions(tuple(value["skip"]), blocks, damaged)
 
 
 def check(data: DataConfig, shards: set[str], num_steps: int) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 
 from evals.domains import domain_loss
 from pipeline.config import AROUND_A_RUN, Config, ConfigError, PermanentError, differences
-from pipeline.data.shards import Dataset
+from pipeline.data.shards import DataError, open_corpus
 from pipeline.data.stream import Batch, MixtureStream, validation_rows
 from pipeline.lineage import lineage_of, schedule_of
 from pipeline.runs import RunFolder
@@ -29,6 +29,7 @@ from pipeline.train.build import build_mixture, build_model, build_recipe
 from pipeline.train.checkpoint import Checkpoint, CheckpointError
 from pipeline.train.diagnosis import layers_at_fault, source_mix
 from pipeline.train.exclusions import Exclusions
+from pipeline.train.feed import Feed
 from pipeline.train.metrics import MetricsFile
 from pipeline.train.optim import build_optimizer, load_optimizer_tensors, optimizer_tensors
 from pipeline.train.parallel import Rank, differing_replicas, from_rank_0
@@ -69,12 +70,25 @@ class Trainer:
         self.config, self.run, self.train = config, run, config.train
         self.rank = Rank.current()
         self.device = torch.device(device)
-        self.dataset = Dataset.open(dataset_folder)
+        self.dataset = open_corpus(config.data, dataset_folder)
         self.lineage = lineage_of(run)
         self.warm_start = warm_start_of(run)
         self.schedule = schedule_of(config, run)
         self.mixture = build_mixture(config, self.schedule, self.dataset)
-        self.stream = MixtureStream(self.dataset, self.mixture, self.schedule.unit_length)
+        self.stream = MixtureStream(
+            self.dataset,
+            self.mixture,
+            self.schedule.unit_length,
+            across_documents=config.data.across_documents,
+        )
+        self.feed = Feed(
+            self.stream,
+            self.schedule,
+            self.train.micro_batch,
+            self.rank,
+            config.data,
+            self.device,
+        )
         self.model = build_model(config, self.device)
         self.recipe = build_recipe(config)
         self.precision = apply_recipe(
@@ -125,7 +139,8 @@ class Trainer:
 
     def _run_steps(self) -> bool:
         """All steps that are left; whether they were cut short by a request."""
-        for batches in self._steps(self.step):
+        for batches in self.feed.steps(self.step, self.exclusions.skip):
+            self._leave_out(self.feed.damaged(batches))
             if self.step in self.schedule.boundaries():
                 self.window.clear()
             stop = notice = False
@@ -142,25 +157,6 @@ class Trainer:
             if stop:
                 return self.step < self.schedule.num_steps
         return False
-
-    def _steps(self, first_step: int) -> Iterator[list[Batch]]:
-        """This rank's micro-batches of each step, read ahead in the background."""
-        size = self.train.micro_batch
-        owned = self.rank.micro_batches(self.train.global_batch // size)
-        steps = range(first_step, self.schedule.num_steps)
-        requests = (
-            (
-                step * self.schedule.global_batch + index * size,
-                size,
-                self.schedule.phase(step).sequence_length,
-            )
-            for step in steps
-            for index in owned
-            if step not in self.exclusions.skip
-        )
-        batches = self.stream.iterate(requests, executor=self.config.data.executor)
-        for step in steps:
-            yield [] if step in self.exclusions.skip else [next(batches) for _ in owned]
 
     def _timed_step(self, batches: list[Batch]) -> tuple[StepResult, float]:
         started = time.perf_counter()
@@ -186,6 +182,23 @@ class Trainer:
         if result.skipped:
             self._skipped(result, micro_batches)
         return result, time.perf_counter() - started
+
+    def _leave_out(self, damaged: frozenset[str]) -> None:
+        """Stop at damaged shards, with the state saved, or go on without them, as configured."""
+        damaged -= self.exclusions.blocked(self.step)
+        if not damaged:
+            return
+        names = ", ".join(sorted(damaged))
+        if self.config.data.on_corrupt == "stop":
+            self._save()
+            self._settle()
+            raise DataError(
+                f"step {self.step}: {names} in {self.dataset.place} cannot be read or is not what "
+                "the manifest describes; the run is saved at this step. Restore the shard and "
+                "resume, or go on without its rows: data.on_corrupt=skip"
+            )
+        self.exclusions = self.exclusions.with_damaged(damaged, self.step)
+        self._note(f"step {self.step}: {names} is damaged and left out from here on")
 
     def _signals(self) -> tuple[float, float]:
         """Rank 0's: whether to stop after this step, and whether to ask for preemption."""
@@ -288,6 +301,8 @@ class Trainer:
             "train/tokens_per_second": self.schedule.tokens_per_step / seconds,
             "train/phase": self.schedule.phase_index(step),
             "train/skipped_steps": self.skipped,
+            "train/damaged_shards": len(self.exclusions.damaged),
+            "train/seconds_waiting_for_data": self.feed.waited,
         }
         self._append("train", values)
 
@@ -306,6 +321,7 @@ class Trainer:
         return {
             "data": self.dataset.content_hash,
             "tokenizer": self.dataset.manifest["tokenizer"]["sha256"],
+            "across_documents": self.config.data.across_documents,
             "schedule": self.schedule.fingerprint(step),
             "order": self.mixture.fingerprint(step * self.schedule.global_batch),
             "recipe": self.recipe.fingerprint(self.train.micro_batch),

@@ -291,7 +291,7 @@ def test_a_given_tokenizer_is_used_as_it_is(
 
 
 def test_an_unknown_executor_is_refused(small: DataConfig, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.executor: no executor 'map'; did you mean mmap"):
+    with pytest.raises(ConfigError, match=r"data\.executor: no 'map'; did you mean mmap"):
         prepare(dataclasses.replace(small, executor="map"), tmp_path)
 
 
