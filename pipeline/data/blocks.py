@@ -13,6 +13,7 @@ Legend: K ranges, T tokens of each, B blocks that cover them, W words of a block
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -122,24 +123,24 @@ class LocalFiles(ShardFiles):
         """Ranges of equal length [K, T], and which of them are as they were written."""
         size = self.dtype.itemsize
         num_blocks = (count * size + BLOCK - 2) // BLOCK + 1  # wherever a range begins
-        whole = shard["size"] // BLOCK
-        # The incomplete last block, or a small file, is no matrix of blocks.
-        alone_K = (begin_K + count) * size > (whole * BLOCK if num_blocks <= whole else 0)
-        out_KT = np.zeros((len(begin_K), count), self.dtype)
-        intact_K = np.zeros(len(begin_K), bool)
+        whole = shard["size"] // BLOCK  # the last block may be incomplete
+        inside = int(begin_K.max() + count) * size <= whole * BLOCK
+        if not inside or num_blocks > whole:
+            return self._one_by_one(shard, begin_K, count)
         try:
             raw, sums = self._mapped(shard)
-            if not alone_K.all():
-                matrix = raw[: whole * BLOCK].view("<u8")
-                at = slice(None) if not alone_K.any() else np.flatnonzero(~alone_K)
-                out_KT[at], intact_K[at] = self._gather(
-                    matrix, sums, begin_K[at], count, num_blocks
-                )
         except DamagedShardError:
-            return out_KT, intact_K
-        for k in np.flatnonzero(alone_K).tolist():
+            return np.zeros((len(begin_K), count), self.dtype), np.zeros(len(begin_K), bool)
+        return self._gather(raw[: whole * BLOCK].view("<u8"), sums, begin_K, count, num_blocks)
+
+    def _one_by_one(
+        self, shard: Mapping[str, Any], begin_K: Integers, count: int
+    ) -> tuple[Tokens, NDArray[np.bool_]]:
+        out_KT = np.zeros((len(begin_K), count), self.dtype)
+        intact_K = np.zeros(len(begin_K), bool)
+        for k, begin in enumerate(begin_K.tolist()):
             with contextlib.suppress(DamagedShardError):
-                out_KT[k] = self.read(shard, int(begin_K[k]), count)
+                out_KT[k] = self.read(shard, begin, count)
                 intact_K[k] = True
         return out_KT, intact_K
 
@@ -172,7 +173,7 @@ class LocalFiles(ShardFiles):
         """A shard's bytes and sums. Its size is asked each time: to touch what a mapped file has
         lost kills the process."""
         try:
-            size = (Path(self.place) / shard["file"]).stat().st_size
+            size = os.stat(f"{self.place}/{shard['file']}").st_size
             if size == shard["size"]:
                 return self._open(shard["file"], shard["sums"]["file"])
             problem = f"has {size} bytes, not {shard['size']}"

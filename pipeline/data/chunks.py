@@ -15,18 +15,21 @@ from numpy.typing import NDArray
 from pipeline.data.mixture import Mixture
 from pipeline.data.shards import Dataset
 
+_FIRST_UNITS = 64
+
 Request = tuple[int, int, int]  # first unit, number of units, sequence length
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The units of consecutive requests of one sequence length.
+    """The units of consecutive requests.
 
-    damaged: for each unit that could not be read, by its place among the chunk's, the shard.
+    tokens_UT: each unit with one more token, its last label. damaged: for each unit that could not
+    be read, by its place among the chunk's, the shard.
     """
 
     requests: tuple[Request, ...]
-    tokens_UT: NDArray[np.unsignedinteger]  # one more token than a unit has: the last label
+    tokens_UT: NDArray[np.unsignedinteger]
     source_U: NDArray[np.int64]
     damaged: dict[int, str]
 
@@ -42,13 +45,14 @@ def read_chunk(
 
 
 def cut_requests(requests: Iterable[Request], most_units: int) -> Iterator[tuple[Request, ...]]:
-    """Consecutive requests of one sequence length: together within the limit, or one alone."""
+    """Consecutive requests together: few units at first, so that training starts soon, then twice
+    as many each time up to the limit. A larger request stands alone."""
     chunk: list[Request] = []
-    units = 0
+    units, limit = 0, min(_FIRST_UNITS, most_units)
     for request in requests:
-        if chunk and (units + request[1] > most_units or request[2] != chunk[0][2]):
+        if chunk and units + request[1] > limit:
             yield tuple(chunk)
-            chunk, units = [], 0
+            chunk, units, limit = [], 0, min(2 * limit, most_units)
         chunk.append(request)
         units += request[1]
     if chunk:

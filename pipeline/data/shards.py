@@ -127,7 +127,7 @@ class Dataset:
         source_U: places in `names`. The second value names, for each unit that cannot be had, the
         shard found damaged; such a unit is filled with end-of-document tokens.
         """
-        tokens_UT = np.full((len(row_U), unit_length + 1), self.eos_id, dtype=self.dtype)
+        tokens_UT = np.empty((len(row_U), unit_length + 1), dtype=self.dtype)
         damaged: dict[int, str] = {}
         alone: list[tuple[int, str, int]] = []  # unit, source, start: what is read one by one
         for number in np.unique(source_U):
@@ -140,7 +140,7 @@ class Dataset:
                 at = np.flatnonzero(together_K & (shard_K == shard))
                 entry, begin_K = self._source(name)["shards"][shard], start_K[at] - borders[shard]
                 found_KT, intact_K = self.local.read_many(entry, begin_K, unit_length + 1)
-                tokens_UT[units[at[intact_K]]] = found_KT[intact_K]
+                tokens_UT[units[at]] = found_KT
                 damaged |= dict.fromkeys(units[at[~intact_K]].tolist(), entry["file"])
             rest = np.flatnonzero(~together_K)
             alone += zip(
@@ -155,6 +155,7 @@ class Dataset:
                 damaged[unit] = error.file
 
         list(self.files.map(read_alone, alone))
+        tokens_UT[list(damaged)] = self.eos_id
         return tokens_UT, damaged
 
     def shards_of(self, source: str, start: int, count: int) -> list[str]:

@@ -24,9 +24,8 @@ from pipeline.data.mixture import Mixture
 from pipeline.data.shards import Dataset
 
 PREFETCH_BYTES = 256 << 20
-_BATCH_BYTES = 20  # a token of a batch: int64, int64 and int32
-_CHUNK_UNITS = 256
-_THREADS = 2  # one reads while the other lays out
+_CHUNK_UNITS = 4096
+_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -77,38 +76,30 @@ class MixtureStream:
         return batch
 
     def read_chunk(self, requests: Sequence[Request]) -> Chunk:
-        """The units of requests of one sequence length, as they are stored."""
+        """The units of requests as they are stored."""
         return read_chunk(self.dataset, self.mixture, self.unit_length, requests)
 
     def batches(self, chunk: Chunk, *, pin: bool = False) -> Iterator[Batch]:
-        """The batches of a chunk's requests, in order: views of one laid-out whole."""
-        sequence_length = chunk.requests[0][2]
-        if self.unit_length % sequence_length:
-            raise ValueError(
-                f"a sequence length of {sequence_length} does not divide a unit of "
-                f"{self.unit_length} tokens, the longest phase's sequence"
+        """The batches of a chunk's requests, in order."""
+        start = 0
+        for first_unit, num_units, sequence_length in chunk.requests:
+            if self.unit_length % sequence_length:
+                raise ValueError(
+                    f"a sequence length of {sequence_length} does not divide a unit of "
+                    f"{self.unit_length} tokens, the longest phase's sequence"
+                )
+            units = slice(start, start + num_units)
+            batch = make_batch(
+                chunk.tokens_UT[units],
+                chunk.source_U[units],
+                self.dataset.eos_id,
+                sequence_length,
+                across_documents=self.across_documents,
+                pin=pin,
             )
-        whole = make_batch(
-            chunk.tokens_UT,
-            chunk.source_U,
-            self.dataset.eos_id,
-            sequence_length,
-            across_documents=self.across_documents,
-            pin=pin,
-        )
-        rows_per_unit, start = self.unit_length // sequence_length, 0
-        for first_unit, num_units, _ in chunk.requests:
-            rows = slice(start * rows_per_unit, (start + num_units) * rows_per_unit)
             inside = range(start, start + num_units)
-            yield Batch(
-                whole.tokens_BT[rows],
-                whole.labels_BT[rows],
-                whole.seq_idx_BT[rows],
-                whole.source_B[rows],
-                first_unit,
-                num_units,
-                frozenset(file for unit, file in chunk.damaged.items() if unit in inside),
-            )
+            damaged = frozenset(file for unit, file in chunk.damaged.items() if unit in inside)
+            yield dataclasses.replace(batch, first_unit=first_unit, damaged=damaged)
             start += num_units
 
     def without_shards(self, batch: Batch, shards: frozenset[str]) -> Batch:
@@ -144,8 +135,9 @@ class MixtureStream:
 
         `mmap` reads in threads of this process, which end with the iterator; `ray` lets Ray Data
         read. Both give the same batches, and raise an error in reading where its batch would have
-        come. At most `prefetch_bytes` are held ahead, or one chunk if that is more. pin: in
-        page-locked memory, from where a GPU fetches them by itself.
+        come. At most `prefetch_bytes` of stored units are held, or one chunk if that is more; they
+        become batches when they are asked for. pin: in page-locked memory, from where a GPU fetches
+        them by itself.
         """
         if executor == "ray":
             from pipeline.data.ray_stream import iterate_with_ray
@@ -156,20 +148,16 @@ class MixtureStream:
 
     @property
     def unit_bytes(self) -> int:
-        """What a unit takes in memory, as stored and as part of a batch."""
-        return self.unit_length * (_BATCH_BYTES + self.dataset.dtype.itemsize)
+        """What a unit takes as it is stored."""
+        return (self.unit_length + 1) * self.dataset.dtype.itemsize
 
     def _iterate_with_threads(
         self, requests: Iterable[Request], prefetch_bytes: int, pin: bool
     ) -> Iterator[Batch]:
         most = min(_CHUNK_UNITS, prefetch_bytes // 4 // self.unit_bytes)
         chunks = cut_requests(requests, most)
-        waiting: deque[tuple[Future[list[Batch]], int]] = deque()
+        waiting: deque[tuple[Future[Chunk], int]] = deque()
         held = 0
-
-        def read(chunk: tuple[Request, ...]) -> list[Batch]:
-            return list(self.batches(self.read_chunk(chunk), pin=pin))
-
         pool = ThreadPoolExecutor(_THREADS, "read-ahead")
         try:
             following = next(chunks, None)
@@ -178,10 +166,10 @@ class MixtureStream:
                     size = sum(count for _, count, _ in following) * self.unit_bytes
                     if waiting and held + size > prefetch_bytes:
                         break
-                    waiting.append((pool.submit(read, following), size))
+                    waiting.append((pool.submit(self.read_chunk, following), size))
                     held, following = held + size, next(chunks, None)
                 future, size = waiting.popleft()
-                yield from future.result()
+                yield from self.batches(future.result(), pin=pin)
                 held -= size
         finally:
             pool.shutdown(cancel_futures=True)
@@ -206,8 +194,7 @@ def make_batch(
     tokens_BT.numpy().reshape(num_units, length)[...] = tokens_UT[:, :-1]
     labels_BT.numpy().reshape(num_units, length)[...] = tokens_UT[:, 1:]
     # Ends of documents are few: what depends on them is written there alone.
-    unit, place = np.nonzero(tokens_UT[:, :-1] == eos_id)
-    end = unit * length + place
+    end = np.flatnonzero(tokens_UT[:, :-1] == eos_id)
     if not across_documents:
         labels_BT.numpy().reshape(-1)[end] = IGNORED
     _number_documents(end, seq_idx_BT.numpy())
@@ -218,14 +205,15 @@ def make_batch(
 def _number_documents(end: NDArray[np.int64], seq_idx_BT: NDArray[np.int32]) -> None:
     """Write `model.packing.document_index`, given the flat places of documents' last tokens."""
     num_rows, length = seq_idx_BT.shape
-    row_start = np.arange(num_rows) * length
-    start = np.union1d(row_start, end[(end + 1) % length != 0] + 1)
-    first = np.searchsorted(start, row_start)  # the run that each row starts with
-    runs = np.diff(first, append=len(start))
-    number = np.arange(len(start)) - first.repeat(runs)
-    seq_idx_BT.reshape(-1)[:] = number.astype(np.int32).repeat(
-        np.diff(start, append=num_rows * length)
-    )
+    row_start = np.arange(0, num_rows * length, length)
+    before = np.searchsorted(end, row_start)  # ends before each row
+    number = np.arange(1, len(end) + 1) - before[end // length]
+    # A run after each end, empty where the row ends with it, and one at the start of each row.
+    start = np.concatenate([end + 1, row_start])
+    order = np.argsort(start, kind="stable")
+    runs = np.diff(start[order], append=seq_idx_BT.size)
+    numbers = np.concatenate([number, np.zeros(num_rows, np.int64)])[order].astype(np.int32)
+    seq_idx_BT.reshape(-1)[:] = numbers.repeat(runs)
 
 
 def validation_rows(dataset: Dataset, source: str, sequence_length: int, max_tokens: int) -> Batch:

@@ -29,7 +29,7 @@ from pipeline.train import checkpoint
 from pipeline.train.metrics import final_records, read_records
 
 INTERVAL, STEPS, TOKENS_PER_STEP = 50, 400, 128
-SPEED = "train/tokens_per_second"  # the one logged value that a clock decides
+CLOCKED = ("train/tokens_per_second", "train/seconds_waiting_for_data")
 TINY = (  # steps of some 30 ms, stochastic rounding in every linear, two phases
     "stages=[prepare,train]",
     "precision=nvfp4_paper", "precision.first=0", "precision.last=0",
@@ -212,9 +212,11 @@ def differences(one: Case, other: Case) -> list[str]:
 
 
 def curve_of(case: Case) -> dict[tuple[str, int], dict[str, float]]:
-    """Everything logged but the speed, by kind and step."""
+    """Everything logged but what a clock decides, by kind and step."""
     return {
-        (record["kind"], record["step"]): {k: v for k, v in record["metrics"].items() if k != SPEED}
+        (record["kind"], record["step"]): {
+            k: v for k, v in record["metrics"].items() if k not in CLOCKED
+        }
         for record in final_records(case.folder / "metrics.jsonl")
         if record["kind"] in ("train", "validation", "statistics")
     }

@@ -133,7 +133,7 @@ def curve_of(run: RunFolder, first_step: int = 1) -> list[tuple[str, int, dict[s
         (
             record["kind"],
             record["step"],
-            {k: v for k, v in record["metrics"].items() if "per_second" not in k},
+            {k: v for k, v in record["metrics"].items() if "second" not in k},
         )
         for record in final_records(run.metrics)
         if record["kind"] in {"train", "validation", "statistics"} and record["step"] >= first_step
