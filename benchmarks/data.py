@@ -354,8 +354,8 @@ def write_mds(folder: Path) -> None:
 def mosaic_environment(folder: Path) -> str | None:
     """The Python of an environment with mosaicml-streaming over this one's packages, or None.
 
-    Installed without its dependencies, of which it would replace some; those it needs to be
-    imported follow.
+    Installed without its dependencies, of which it would replace some; those that it imports
+    follow, and in place of torchvision, which it imports for images, an empty one.
     """
     environment = folder / "mosaicml"
     python = environment / "bin" / "python"
@@ -363,9 +363,17 @@ def mosaic_environment(folder: Path) -> str | None:
         run([sys.executable, "-m", "venv", str(environment)])
         site = next(environment.glob("lib/python*/site-packages"))
         (site / "base.pth").write_text(next(p for p in sys.path if p.endswith("site-packages")))
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-deps"]
-    for package in ("mosaicml-streaming", "Brotli", "python-snappy", "cramjam", "catalogue"):
-        subprocess.run([*pip, package], check=False, capture_output=True)
+        for module, text in (
+            ("", ""),
+            ("datasets", "VisionDataset = object"),
+            ("transforms", ""),
+            ("transforms/functional", "to_tensor = None"),
+        ):
+            (site / "torchvision" / module).mkdir(parents=True, exist_ok=True)
+            (site / "torchvision" / module / "__init__.py").write_text(text)
+    packages = ["mosaicml-streaming", "Brotli", "python-snappy", "cramjam", "zstd", "catalogue"]
+    install = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", *packages]
+    subprocess.run(install, check=False, capture_output=True)
     found = subprocess.run([str(python), "-c", "import streaming"], capture_output=True, text=True)
     if found.returncode:
         print(f"mosaicml-streaming is left out: {found.stderr.splitlines()[-1]}", file=sys.stderr)

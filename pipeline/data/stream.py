@@ -199,6 +199,8 @@ def make_batch(
         labels_BT.numpy().reshape(-1)[end] = IGNORED
     _number_documents(end, seq_idx_BT.numpy())
     source_B = torch.from_numpy(source_U.astype(np.int64).repeat(length // sequence_length))
+    if pin:
+        source_B = source_B.pin_memory()
     return Batch(tokens_BT, labels_BT, seq_idx_BT, source_B, 0, num_units)
 
 

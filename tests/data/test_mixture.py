@@ -102,6 +102,26 @@ def test_shares_are_exact_over_a_cycle_of_blocks() -> None:
         assert abs(used[name] - weight * 64 * CYCLE) <= 1
 
 
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 400), min_size=2, max_size=4),
+    shares=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=4, max_size=4),
+    added=st.integers(0, 9),
+)
+def test_a_sources_order_runs_on_through_phases_whatever_else_is_in_the_blend(
+    lengths: list[int], shares: list[tuple[int, int]], added: int
+) -> None:
+    """Each phase takes the next range of each source's own order, and a new source moves none."""
+    ends = np.cumsum(lengths).tolist()
+    blends = [{"code": float(c), "prose": float(p), "added": float(added)} for c, p in shares]
+    sizes = {"code": 40, "prose": 17, "added": 5}
+    mix = Mixture(sizes, list(zip(ends, blends, strict=False)), block=64, seed=3)
+    for name in ("code", "prose"):
+        rows = rows_of(mix, name)
+        alone = Mixture({name: sizes[name]}, [(len(rows) + 1, {name: 1.0})], block=64, seed=3)
+        assert rows.tolist() == rows_of(alone, name, stop=len(rows)).tolist()
+
+
 def test_a_boundary_inside_a_block_neither_skips_nor_repeats_units_of_a_source() -> None:
     """Per source, what the phases take are consecutive ranges of its one order."""
     for name in ("code", "prose", "mathematics"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -171,6 +173,54 @@ def test_ray_data_reads_the_same_batches(
     for batch, other in zip(batches, stream.iterate(requests), strict=True):
         assert (batch.first_unit, batch.num_units) == (other.first_unit, other.num_units)
         assert equal(batch, other)
+
+
+@pytest.mark.slow
+def test_a_reader_of_ray_data_that_is_killed_loses_and_repeats_nothing(
+    stream: MixtureStream, monkeypatch: pytest.MonkeyPatch, ray_session: None
+) -> None:
+    from pipeline.data import ray_stream
+
+    monkeypatch.setattr(ray_stream, "CHUNK_UNITS", 4)
+    requests = [(first, 2, UNIT) for first in range(0, 400, 2)]
+    killed: list[int] = []
+
+    def kill_readers() -> None:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if process.cmdline()[0].startswith("ray::MapBatches"):
+                    process.kill()
+                    killed.append(process.pid)
+
+    found = []
+    for batch in stream.iterate(requests, executor="ray"):
+        if len(killed) < 3:
+            kill_readers()
+        found.append(batch)
+    assert killed
+    assert len(found) == len(requests)
+    for batch, request in zip(found, requests, strict=True):
+        assert batch.first_unit == request[0]
+        assert equal(batch, stream.read(*request))
+
+
+@pytest.mark.gpu
+def test_batches_for_a_gpu_lie_in_page_locked_memory(stream: MixtureStream) -> None:
+    [batch] = stream.iterate([(0, 4, UNIT)], pin=True)
+    for name in ("tokens_BT", "labels_BT", "seq_idx_BT", "source_B"):
+        assert getattr(batch, name).is_pinned()
+
+
+def test_labels_go_on_into_the_next_document_where_that_is_configured(
+    dataset: Dataset, stream: MixtureStream
+) -> None:
+    across = MixtureStream(dataset, stream.mixture, UNIT, across_documents=True)
+    plain, batch = stream.read(0, 40, UNIT), across.read(0, 40, UNIT)
+    assert batch.tokens_BT.equal(plain.tokens_BT)
+    ends = batch.tokens_BT == EOS
+    assert batch.labels_BT[~ends].equal(plain.labels_BT[~ends])
+    assert (batch.labels_BT != IGNORED).all()
+    assert batch.labels_BT[:, :-1].equal(batch.tokens_BT[:, 1:])
 
 
 def test_validation_rows_predict_every_held_out_token_after_a_documents_first_once(
