@@ -22,10 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-_SOURCES = tuple(Path(__file__).with_name(f"cpu{part}.cpp") for part in ("", "_transpose"))
+_SOURCES = tuple(Path(__file__).with_name(f"cpu{part}.cpp") for part in ("", "_rows", "_transpose"))
 _HEADERS = tuple(Path(__file__).with_name(f"cpu_{part}.h") for part in ("bf16", "vectors"))
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-shared", "-fPIC")
 _DTYPES = {torch.bfloat16: 0, torch.float32: 1}
@@ -49,7 +51,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     try:
         return _declare(ctypes.CDLL(str(_build()))), ""
     except (OSError, RuntimeError) as error:
-        _log.warning("no compiled CPU kernels, quantizing with plain torch instead: %s", error)
+        _log.warning("no compiled CPU kernels, plain torch and numpy instead: %s", error)
         return None, str(error)
 
 
@@ -130,6 +132,9 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ],
         "global_scales": [pointer, real, real, pointer],
         "amax_and_nonfinite": [pointer, integer, long, pointer, pointer, integer],
+        "lay_out_rows": [
+            pointer, integer, long, long, long, long, long, pointer, pointer, pointer,
+        ],
         "transpose_codes": [pointer, long, long, pointer, integer],
         "rht_transpose": [
             pointer, integer, long, long, integer, pointer, pointer, pointer, pointer, integer,
@@ -346,3 +351,32 @@ def rht_transpose(
         torch.get_num_threads(),
     )
     return y_KT, (amax[0], amax[1]), nonfinite
+
+
+def lay_out_rows(
+    ids_UT: NDArray[np.unsignedinteger],
+    row_length: int,
+    eos_id: int,
+    label_at_end: int | None,
+    out: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Cut units of token ids into rows: ids, labels and document numbers in one pass.
+
+    Args:
+        ids_UT: uint16 or uint32 [U, T + 1], contiguous; a unit's last id is a label alone.
+        row_length: divides T.
+        label_at_end: what a document's last id (`eos_id`) has as its label; None: what follows.
+        out: int64, int64 and int32, each contiguous and of U * T elements.
+    """
+    assert ids_UT.flags.c_contiguous
+    units, stored = ids_UT.shape
+    _library().lay_out_rows(
+        ids_UT.ctypes.data,
+        ids_UT.itemsize,
+        units,
+        stored - 1,
+        row_length,
+        eos_id,
+        0 if label_at_end is None else label_at_end,
+        *(tensor.data_ptr() for tensor in out),
+    )

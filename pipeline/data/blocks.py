@@ -131,7 +131,12 @@ class LocalFiles(ShardFiles):
             raw, sums = self._mapped(shard)
         except DamagedShardError:
             return np.zeros((len(begin_K), count), self.dtype), np.zeros(len(begin_K), bool)
-        return self._gather(raw[: whole * BLOCK].view("<u8"), sums, begin_K, count, num_blocks)
+        words = raw[: whole * BLOCK].view("<u8")
+        out_KT, intact_K = self._gather(words, sums, begin_K, count, num_blocks)
+        if not intact_K.all():  # perhaps in a block beside the range, which is none of its own
+            bad = np.flatnonzero(~intact_K)
+            out_KT[bad], intact_K[bad] = self._one_by_one(shard, begin_K[bad], count)
+        return out_KT, intact_K
 
     def _one_by_one(
         self, shard: Mapping[str, Any], begin_K: Integers, count: int

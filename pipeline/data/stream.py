@@ -18,7 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels import cpu
 from model.loss import IGNORED
+from model.packing import document_index
 from pipeline.data.chunks import Chunk, Request, cut_requests, read_chunk
 from pipeline.data.mixture import Mixture
 from pipeline.data.shards import Dataset
@@ -191,31 +193,30 @@ def make_batch(
     tokens_BT = torch.empty(shape, dtype=torch.int64, pin_memory=pin)
     labels_BT = torch.empty(shape, dtype=torch.int64, pin_memory=pin)
     seq_idx_BT = torch.empty(shape, dtype=torch.int32, pin_memory=pin)
-    tokens_BT.numpy().reshape(num_units, length)[...] = tokens_UT[:, :-1]
-    labels_BT.numpy().reshape(num_units, length)[...] = tokens_UT[:, 1:]
-    # Ends of documents are few: what depends on them is written there alone.
-    end = np.flatnonzero(tokens_UT[:, :-1] == eos_id)
-    if not across_documents:
-        labels_BT.numpy().reshape(-1)[end] = IGNORED
-    _number_documents(end, seq_idx_BT.numpy())
+    ignored = None if across_documents else IGNORED
+    lay_out = cpu.lay_out_rows if cpu.available() else lay_out_rows
+    lay_out(tokens_UT, sequence_length, eos_id, ignored, (tokens_BT, labels_BT, seq_idx_BT))
     source_B = torch.from_numpy(source_U.astype(np.int64).repeat(length // sequence_length))
     if pin:
         source_B = source_B.pin_memory()
     return Batch(tokens_BT, labels_BT, seq_idx_BT, source_B, 0, num_units)
 
 
-def _number_documents(end: NDArray[np.int64], seq_idx_BT: NDArray[np.int32]) -> None:
-    """Write `model.packing.document_index`, given the flat places of documents' last tokens."""
-    num_rows, length = seq_idx_BT.shape
-    row_start = np.arange(0, num_rows * length, length)
-    before = np.searchsorted(end, row_start)  # ends before each row
-    number = np.arange(1, len(end) + 1) - before[end // length]
-    # A run after each end, empty where the row ends with it, and one at the start of each row.
-    start = np.concatenate([end + 1, row_start])
-    order = np.argsort(start, kind="stable")
-    runs = np.diff(start[order], append=seq_idx_BT.size)
-    numbers = np.concatenate([number, np.zeros(num_rows, np.int64)])[order].astype(np.int32)
-    seq_idx_BT.reshape(-1)[:] = numbers.repeat(runs)
+def lay_out_rows(
+    tokens_UT: NDArray[np.unsignedinteger],
+    sequence_length: int,
+    eos_id: int,
+    label_at_end: int | None,
+    out: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """`kernels.cpu.lay_out_rows` in numpy, for where nothing can be compiled."""
+    tokens_BT, labels_BT, seq_idx_BT = out
+    length = tokens_UT.shape[1] - 1
+    tokens_BT.numpy().reshape(-1, length)[...] = tokens_UT[:, :-1]
+    labels_BT.numpy().reshape(-1, length)[...] = tokens_UT[:, 1:]
+    if label_at_end is not None:
+        labels_BT[tokens_BT == eos_id] = label_at_end
+    seq_idx_BT.copy_(document_index(tokens_BT, eos_id))
 
 
 def validation_rows(dataset: Dataset, source: str, sequence_length: int, max_tokens: int) -> Batch:

@@ -13,9 +13,16 @@ import psutil
 import pytest
 import torch
 
+from kernels import cpu
 from pipeline.data.mixture import Mixture
 from pipeline.data.shards import Dataset
-from pipeline.data.stream import IGNORED, Batch, MixtureStream, validation_rows
+from pipeline.data.stream import (
+    IGNORED,
+    Batch,
+    MixtureStream,
+    lay_out_rows,
+    validation_rows,
+)
 from tests.data.corpora import EOS, document, write_corpus
 
 UNIT = 16
@@ -79,6 +86,26 @@ def test_documents_are_numbered_within_their_row(stream: MixtureStream) -> None:
     batch = stream.read(0, 40, UNIT)
     ends = (batch.tokens_BT == EOS).long()
     assert batch.seq_idx_BT.equal((ends.cumsum(1) - ends).int())
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+@pytest.mark.parametrize("label_at_end", [IGNORED, None])
+@pytest.mark.parametrize(("length", "row"), [(16, 4), (300, 150), (1024, 1024), (130, 65)])
+def test_the_compiled_layout_equals_the_plain_one(
+    dtype: type, label_at_end: int | None, length: int, row: int
+) -> None:
+    for share in (0.0, 0.004, 0.3, 1.0):
+        random = np.random.default_rng(length)
+        tokens_UT = random.integers(1, 60_000, (9, length + 1)).astype(dtype)
+        tokens_UT[random.random(tokens_UT.shape) < share] = EOS
+        found = []
+        for lay_out in (cpu.lay_out_rows, lay_out_rows):
+            shape = (9 * length // row, row)
+            out = tuple(torch.full(shape, -7, dtype=t) for t in (torch.int64,) * 2 + (torch.int32,))
+            lay_out(tokens_UT, row, EOS, label_at_end, out)
+            found.append(out)
+        assert all(one.equal(other) for one, other in zip(*found, strict=True))
 
 
 def test_a_shorter_sequence_cuts_the_same_units_into_consecutive_rows(

@@ -1,0 +1,62 @@
+// Rows of token ids as a language model reads them: ids, labels and document numbers in one pass.
+//
+// A unit is `length` + 1 stored ids, the last one being the label of the one before; it is cut into
+// rows of `row` ids. Legend: U units.
+
+#include <cstdint>
+
+namespace {
+
+constexpr int64_t STRIDE = 64;  // ids looked at together: an end of a document is rare
+
+template <typename Id>
+void lay_out_unit(const Id *ids, int64_t length, int64_t row, Id eos, int64_t label_at_end,
+                  int64_t *tokens, int64_t *labels, int32_t *numbers) {
+    for (int64_t i = 0; i < length; ++i) tokens[i] = ids[i];
+    for (int64_t i = 0; i < length; ++i) labels[i] = ids[i + 1];
+    for (int64_t start = 0; start < length; start += row) {
+        int32_t number = 0;
+        for (int64_t at = start; at < start + row; at += STRIDE) {
+            const int64_t end = at + STRIDE < start + row ? at + STRIDE : start + row;
+            int found = 0;
+            for (int64_t i = at; i < end; ++i) found |= ids[i] == eos;
+            if (!found) {
+                for (int64_t i = at; i < end; ++i) numbers[i] = number;
+                continue;
+            }
+            for (int64_t i = at; i < end; ++i) {
+                numbers[i] = number;
+                if (ids[i] != eos) continue;
+                ++number;
+                if (label_at_end < 0) labels[i] = label_at_end;
+            }
+        }
+    }
+}
+
+template <typename Id>
+void lay_out_units(const Id *ids, int64_t units, int64_t length, int64_t row, int64_t eos,
+                   int64_t label_at_end, int64_t *tokens, int64_t *labels, int32_t *numbers) {
+    for (int64_t u = 0; u < units; ++u)
+        lay_out_unit(ids + u * (length + 1), length, row, static_cast<Id>(eos), label_at_end,
+                     tokens + u * length, labels + u * length, numbers + u * length);
+}
+
+}  // namespace
+
+extern "C" {
+
+// ids [U, length + 1] of `size` bytes each -> tokens, labels, numbers [U * length].
+// A document's last id gets `label_at_end` as its label where that is negative, else what follows.
+void lay_out_rows(const void *ids, int size, int64_t units, int64_t length, int64_t row,
+                  int64_t eos, int64_t label_at_end, int64_t *tokens, int64_t *labels,
+                  int32_t *numbers) {
+    if (size == 2)
+        lay_out_units(static_cast<const uint16_t *>(ids), units, length, row, eos, label_at_end,
+                      tokens, labels, numbers);
+    else
+        lay_out_units(static_cast<const uint32_t *>(ids), units, length, row, eos, label_at_end,
+                      tokens, labels, numbers);
+}
+
+}  // extern "C"
