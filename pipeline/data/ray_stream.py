@@ -25,8 +25,8 @@ from pipeline.data.shards import Dataset
 if TYPE_CHECKING:
     from pipeline.data.stream import Batch, MixtureStream
 
-WINDOW = 4096  # chunks planned at a time
-CHUNK_UNITS = 512  # fewer cost more in overhead than in reading
+WINDOW = 256  # chunks planned at a time
+CHUNK_UNITS = 2048  # fewer cost more in overhead than in reading
 _READERS = 2  # tasks at a time for each rank
 _READER_CPUS = 0.25  # reading waits for storage; the training workers hold whole CPUs
 
@@ -51,12 +51,9 @@ def _read_window(
 
     def fetch(plan: pa.Table) -> pa.Table:
         opened = _opened(*place)
-        return pa.Table.from_pylist(
-            [
-                _packed(read_chunk(opened, mixture, unit_length, requests))
-                for requests in plan["requests"].to_pylist()
-            ],
-            _PACKED,
+        return pa.concat_tables(
+            _packed(read_chunk(opened, mixture, unit_length, requests))
+            for requests in plan["requests"].to_pylist()
         )
 
     plan = [pa.table({"requests": pa.array([chunk], _REQUESTS)}) for chunk in window]
@@ -78,23 +75,23 @@ def _read_window(
 
 
 _REQUESTS = pa.list_(pa.list_(pa.int64()))
-_PACKED = pa.schema(
-    [
-        ("requests", _REQUESTS),
-        ("tokens", pa.large_binary()),
-        ("sources", pa.large_binary()),
-        ("damaged", pa.string()),
-    ]
-)
 
 
-def _packed(chunk: Chunk) -> dict[str, Any]:
-    return {
-        "requests": chunk.requests,
-        "tokens": chunk.tokens_UT.tobytes(),
-        "sources": chunk.source_U.tobytes(),
-        "damaged": json.dumps(list(chunk.damaged.items())),
-    }
+def _packed(chunk: Chunk) -> pa.Table:
+    """A chunk as one row, its arrays not copied."""
+    return pa.table(
+        {
+            "requests": pa.array([chunk.requests], _REQUESTS),
+            "tokens": _one_binary(chunk.tokens_UT),
+            "sources": _one_binary(chunk.source_U),
+            "damaged": [json.dumps(list(chunk.damaged.items()))],
+        }
+    )
+
+
+def _one_binary(array: np.ndarray) -> pa.Array:
+    offsets = pa.py_buffer(np.array([0, array.nbytes]))
+    return pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, pa.py_buffer(array)])
 
 
 def _unpacked(table: pa.Table, row: int, dtype: np.dtype[Any]) -> Chunk:

@@ -27,7 +27,6 @@ from pipeline.data.shards import Dataset
 
 PREFETCH_BYTES = 256 << 20
 _CHUNK_UNITS = 4096
-_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ class MixtureStream:
     ) -> Iterator[Batch]:
         """The batches of the requests in order, read ahead.
 
-        `mmap` reads in threads of this process, which end with the iterator; `ray` lets Ray Data
+        `mmap` reads in a thread of this process, which ends with the iterator; `ray` lets Ray Data
         read. Both give the same batches, and raise an error in reading where its batch would have
         come. At most `prefetch_bytes` of stored units are held, or one chunk if that is more; they
         become batches when they are asked for. pin: in page-locked memory, from where a GPU fetches
@@ -160,7 +159,7 @@ class MixtureStream:
         chunks = cut_requests(requests, most)
         waiting: deque[tuple[Future[Chunk], int]] = deque()
         held = 0
-        pool = ThreadPoolExecutor(_THREADS, "read-ahead")
+        pool = ThreadPoolExecutor(1, "read-ahead")
         try:
             following = next(chunks, None)
             while following or waiting:
