@@ -13,7 +13,9 @@ tensors; `vs_*` our executor of the same kind against that reader (Ray Data's ag
 `default_run_wait_share` the share of the default run's step time that waited for data;
 `prepare_vs_encode_batch` is `benchmarks/prepare.py`'s.
 
-    python benchmarks/data.py [--json] [--parts readers,ray,peers,resume,run,prepare] [--seconds 3]
+    python benchmarks/data.py [--json] [--parts readers,ray,...] [--seconds 3]
+
+The parts: readers, ray, parquet, hf, mosaic, resume, run, prepare.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 ROWS, LENGTH, BATCH, VOCAB = 24_576, 2_048, 32, 2_048
 SOURCES = {"code": 0.6, "prose": 0.4}
-PARTS = ("readers", "ray", "peers", "resume", "run", "prepare")
+PARTS = ("readers", "ray", "parquet", "hf", "mosaic", "resume", "run", "prepare")
 
 
 def main() -> None:
@@ -80,34 +82,32 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         return best["million_tokens_per_s"]
 
     ratios: dict[str, Any] = {}
-    mapped = ray_data = 0.0
-    if parts & {"readers", "peers"}:
+    if parts & {"readers", "hf", "mosaic"}:
         reader("mapped file, in order", rounds=3)
         gather = reader("mapped file, random rows", rounds=3)
         mapped = reader("this project, mmap", rounds=3)
         reader("this project, mmap", consumers=2)
         ratios["mmap_vs_random_gather"] = round(mapped / gather, 2)
-    if parts & {"ray", "peers"}:
+    if parts & {"ray", "parquet"}:
         with ray_cluster() as address:
             speeds = [
                 reader("this project, Ray Data", consumers, address=address) for consumers in (1, 2)
             ]
-            ray_data = speeds[0]
             ratios["ray_tokens_per_s"] = round(min(speeds) * 1e6)
-            if "peers" in parts:
+            if "parquet" in parts:
                 write_parquet(arguments.folder)
                 peer = reader("Ray Data, Parquet", address=address)
-                ratios["vs_ray_data_parquet"] = round(ray_data / peer, 2)
-    if "peers" in parts:
+                ratios["vs_ray_data_parquet"] = round(speeds[0] / peer, 2)
+    if "hf" in parts:
         write_parquet(arguments.folder)
         ratios["vs_hf_datasets"] = round(mapped / reader("Hugging Face datasets"), 2)
+    if "mosaic" in parts:
         python = mosaic_environment(arguments.folder)
+        ratios["vs_mosaicml_streaming"] = None
         if python:
             run([python, __file__, "--reader", "write MDS", "--folder", str(arguments.folder)])
             peer = reader("mosaicml-streaming", python=python)
             ratios["vs_mosaicml_streaming"] = round(mapped / peer, 2)
-        else:
-            ratios["vs_mosaicml_streaming"] = None
     if "resume" in parts:
         ratios["resume_end_vs_start"] = resume_ratio(arguments.folder)
     if "run" in parts:

@@ -215,7 +215,7 @@ def test_a_reader_of_ray_data_that_is_killed_loses_and_repeats_nothing(
     def kill_readers() -> None:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if process.cmdline()[0].startswith("ray::MapBatches"):
+                if "".join(process.cmdline()).startswith("ray::MapBatches"):
                     process.kill()
                     killed.append(process.pid)
 
