@@ -2,7 +2,7 @@
 
 The amax of x, the amax of its Hadamard transform along the tokens (rounded to BF16, as the column
 copy is quantized from it), and how many elements are NaN or infinite. A thread owns 16 x 16
-elements, as in `kernels.rowcol`.
+elements.
 
 Legend: T tokens, K features.
 """
@@ -17,14 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.blocks import (
+    NUM_WARPS,
+    block_words,
+    grid,
+    load_rows,
+    loads,
+    own_block,
+    pair_of_columns,
+)
 from kernels.hadamard import NO_TRANSFORM, sign_bits, transform_amax
 from kernels.matrix import check_matrix
 from kernels.target import target_of
-from kernels.words import load4, row_stats
-
-TILE_T = 128
-WARP_K = 64
-NUM_WARPS = 4
+from kernels.words import row_stats
 
 
 class Statistics(NamedTuple):
@@ -57,35 +62,23 @@ def amax_kernel(
     TARGET: tl.constexpr,
 ):
     """x_ptr: words of two BF16, or FP32; amax_ptr: int32 bits of FP32 [2]. Both start at zero."""
-    k_block = (tl.program_id(1) * WARPS + tl.arange(0, WARPS)[:, None, None]) * 4
-    k_block = k_block + tl.arange(0, 4)[None, None, :]
-    token = (tl.program_id(0) * 8 + tl.arange(0, 8)[None, :, None]) * 16
+    t_block, k_block = own_block(WARPS)
     k_blocks = num_features // 16
-    tokens = tl.where(k_block < k_blocks, num_tokens - token, 0)[:, :, :, None]
-
-    LOADS: tl.constexpr = 2 if BF16 else 4
-    row_words = k_blocks * (4 * LOADS)
-    x_ptr += token * row_words + k_block * (4 * LOADS)
-    ptr = x_ptr[:, :, :, None] + tl.arange(0, 4)[None, None, None, :]
+    tokens = tl.where(k_block < k_blocks, num_tokens - t_block * 16, 0)[:, :, :, None]
+    ptr, row_words = block_words(x_ptr, t_block, k_block, k_blocks, BF16)
+    LOADS: tl.constexpr = loads(BF16)
     amax_x = tl.zeros([WARPS, 8, 4], tl.float32)
     amax_y = tl.zeros([WARPS, 8, 4], tl.float32)
     flags = tl.zeros([WARPS, 8, 4], tl.int32)
     for i in tl.static_range(LOADS):
-        x = ()
-        for t in tl.static_range(16):
-            x = x + (load4(ptr + (t * row_words + 4 * i), tokens, t),)
+        x = load_rows(ptr + 4 * i, row_words, tokens)
         for t in tl.static_range(0, 16, 2):
             amax, flag = row_stats(x[t] + x[t + 1], BF16, TARGET)
             amax_x = tl.maximum(amax_x, amax)
             flags = flags | flag
         if SIGNS >= 0:
             for pair in tl.static_range(8 // LOADS):
-                column = ()
-                for t in tl.static_range(16):
-                    if BF16:
-                        column = column + (x[t][pair],)
-                    else:
-                        column = column + x[t][2 * pair : 2 * pair + 2]
+                column = pair_of_columns(x, pair, BF16)
                 amax_y = tl.maximum(amax_y, transform_amax(column, BF16, SIGNS, TARGET))
 
     tl.atomic_max(amax_ptr, _whole_max(amax_x).to(tl.int32, bitcast=True), sem="relaxed")
@@ -123,8 +116,7 @@ def amax_and_nonfinite(x_TK: Tensor, signs: Sequence[int] | None = None) -> Stat
     nonfinite = torch.zeros((), dtype=torch.int64, device=x.device)
     if x.numel():
         bf16 = x.dtype == torch.bfloat16
-        grid = (triton.cdiv(tokens, TILE_T), triton.cdiv(features, WARP_K * NUM_WARPS))
-        amax_kernel[grid](
+        amax_kernel[grid(tokens, features)](
             x.view(torch.int32) if bf16 else x,
             tokens,
             features,

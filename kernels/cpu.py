@@ -187,7 +187,7 @@ def amax_and_nonfinite(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def global_scales(amax: Tensor, *, largest_code: float) -> tuple[Tensor, ...]:
-    """The five FP32 scalars of `quant.quantize.GlobalScales`, in its order."""
+    """The five FP32 scalars of `quant.reference.GlobalScales`, in its order."""
     out = torch.empty(5, dtype=torch.float32)
     _library().global_scales(amax.data_ptr(), 448 * largest_code, 1 / largest_code, out.data_ptr())
     return out.unbind()

@@ -130,6 +130,8 @@ def _cublas(device: Device, problem: Problem) -> str | None:
     why = _blackwell(device) or _same_format(problem, ("nvfp4", "mxfp8")) or _aligned(problem)
     if why is None and problem.columns % 16:
         why = f"N = {problem.columns} is not a multiple of 16"
+    if why is None and problem.formats[0] == "mxfp8" and problem.depths[0] % 32:
+        why = f"R = {problem.depths[0]} is not a multiple of 32"
     if why is None and problem.depths[0] != problem.depths[1]:
         why = f"the operands are padded differently, to R = {problem.depths}"
     return why

@@ -287,8 +287,8 @@ def gemm(
     return out
 
 
-def gemm_of(a: Operand, b: Operand, choice: Choice) -> Tensor:
-    """`gemm` in FP32, as `kernels.dispatch` chose it."""
+def gemm_of(a: Operand, b: Operand, choice: Choice, total: Tensor | None = None) -> Tensor:
+    """`gemm` in FP32, added to `total` if that is given, as `kernels.dispatch` chose it."""
     decode = choice.kernel == "decode"
     tiling = tilings(target_of(a.codes.device), decode)[choice.tiling]
-    return gemm(a, b, decode=decode, tiling=tiling)
+    return gemm(a, b, decode=decode, out=total, accumulate=total is not None, tiling=tiling)

@@ -9,7 +9,9 @@ from torch import Tensor
 
 BLOCK_SIZE = 16
 MAX_ELEMENTS = 1 << 32
-"""Offsets are 32-bit."""
+"""Blocks are counted in 32 bits, and so are the codes' words."""
+MAX_COLUMNS = 64 * 65535
+"""A grid's second dimension has 16 bits; the narrowest tile is 64 wide."""
 
 
 class Copy(NamedTuple):
@@ -39,5 +41,7 @@ def check_matrix(x: Tensor, name: str) -> Tensor:
         )
     if x.numel() >= MAX_ELEMENTS:
         raise ValueError(f"{name} takes fewer than 2^32 elements, not {x.numel()}: split x")
+    if x.shape[1] > MAX_COLUMNS:
+        raise ValueError(f"{name} takes up to {MAX_COLUMNS} columns, not {x.shape[1]}: split x")
     x = x.detach().contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.e2m1 import encode8
 from kernels.hadamard import NO_TRANSFORM, sign_bits, transform_rows
-from kernels.matrix import Copy, check_matrix
+from kernels.matrix import MAX_COLUMNS, Copy, check_matrix
 from kernels.nvfp4 import FLOAT_MAX, scale_offset
 from kernels.philox import NO_KEY, key_words, random_words
 from kernels.target import target_of
@@ -80,7 +80,7 @@ def quantize_mx_kernel(
         token, feature = line, start + tl.arange(0, TILE)[None, :]
         num_lines, blocks = num_tokens, num_features // 32
     present = (token < num_tokens) & (feature < num_features)
-    x = tl.load(x_ptr + (token * num_features + feature), present, 0).to(tl.float32)
+    x = tl.load(x_ptr + (token.to(tl.int64) * num_features + feature), present, 0).to(tl.float32)
     if COLUMN:
         x = tl.trans(x)
     if SIGNS != -1:
@@ -120,7 +120,7 @@ def quantize_mx_kernel(
         y = tl.reshape(x, (TILE, BLOCKS, 32)) * factor[:, :, None]
         y = tl.where(y == y, tl.minimum(tl.maximum(y, -448.0), 448.0), y)
         codes = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        first = line * (blocks * 32) + block * 32
+        first = line.to(tl.int64) * (blocks * 32) + block * 32
         at = first[:, :, None] + tl.arange(0, 32)[None, None, :]
         tl.store(codes_ptr + at, codes, inside[:, :, None])
 
@@ -158,6 +158,8 @@ def quantize_mx(
             f"quantize_mx takes a multiple of {BLOCK} columns, not {features}: pad them, or "
             "quantize with plain torch"
         )
+    if column and tokens > MAX_COLUMNS:
+        raise ValueError(f"quantize_mx takes up to {MAX_COLUMNS} tokens, not {tokens}: split x")
     assert element == "e2m1" or (element == "e4m3" and random is None)
     lines, depth = (features, -(-tokens // BLOCK) * BLOCK) if column else (tokens, features)
     bits = 4 if element == "e2m1" else 8

@@ -6,6 +6,7 @@ possible ones are tabulated once a tensor, correctly rounded, and the quantizers
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -58,10 +59,15 @@ def global_scales(amax: Tensor, largest_codes: Sequence[float]) -> Tensor:
     assert amax.dtype == torch.float32
     assert amax.shape == (len(largest_codes),)
     params = torch.empty(len(largest_codes), NUM_PARAMETERS, device=amax.device)
-    factors = [(448 * largest, 1 / largest) for largest in largest_codes]
-    largest = torch.tensor(factors, dtype=torch.float32, device=amax.device)
-    global_scales_kernel[(len(factors),)](amax, largest, params, STRIDE=NUM_PARAMETERS)
+    largest = _largest(tuple(largest_codes), amax.device)
+    global_scales_kernel[(len(largest),)](amax, largest, params, STRIDE=NUM_PARAMETERS)
     return params
+
+
+@functools.cache
+def _largest(codes: tuple[float, ...], device: torch.device) -> Tensor:
+    """448 times each, and one over it. Kept: a copy to a GPU waits for all that runs there."""
+    return torch.tensor([(448 * c, 1 / c) for c in codes], dtype=torch.float32, device=device)
 
 
 _BLOCK_SCALE = tl.constexpr(

@@ -2,8 +2,7 @@
 
 One thread owns 16 tokens x 16 features: 16 whole blocks of the row copy and, after the Hadamard
 transform along its tokens, 16 whole blocks of the column copy. So no amax crosses threads, and one
-Philox call serves one block. A warp owns 128 tokens x 64 features, which keeps every load and every
-store of codes in whole sectors of 32 bytes.
+Philox call serves one block.
 
 Legend: T tokens, K features.
 """
@@ -17,6 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.blocks import (
+    NUM_WARPS,
+    block_words,
+    grid,
+    load_rows,
+    loads,
+    own_block,
+    pair_of_columns,
+)
 from kernels.e2m1 import encode8
 from kernels.hadamard import NO_TRANSFORM, sign_bits, transform
 from kernels.matrix import BLOCK_SIZE, Copy, check_matrix
@@ -24,10 +32,6 @@ from kernels.nvfp4 import BLOCK, FIRST, block_scale, empty_scales, scale_offset
 from kernels.philox import NO_KEY, key_words, random_words
 from kernels.target import target_of
 from kernels.words import amax16, load4, unpack
-
-TILE_T = 128
-WARP_K = 64
-NUM_WARPS = 4
 
 OFF, NEAREST, STOCHASTIC = 0, 1, 2
 """How a copy is rounded, or that there is none."""
@@ -70,22 +74,17 @@ def quantize_rowcol_kernel(
     TARGET: tl.constexpr,
 ):
     """x_ptr: words of two BF16, or FP32. Codes: words of eight. ROW, COLUMN: 0 off, 1 RNE, 2 SR."""
-    k_block = (tl.program_id(1) * WARPS + tl.arange(0, WARPS)[:, None, None]) * 4
-    k_block = k_block + tl.arange(0, 4)[None, None, :]
-    t_block = tl.program_id(0) * 8 + tl.arange(0, 8)[None, :, None]
+    t_block, k_block = own_block(WARPS)
     token, feature = t_block * 16, k_block * 16
     k_blocks, t_blocks = num_features // 16, (num_tokens + 15) // 16
-    inside = k_block < k_blocks
-    tokens = tl.where(inside, num_tokens - token, 0)
+    tokens = tl.where(k_block < k_blocks, num_tokens - token, 0)
+    tokens4 = tokens[:, :, :, None]
     two = tl.arange(0, 2)[None, None, None, :]
 
-    # A load takes 128 bits of one token: 8 BF16 (4 words of two) or 4 FP32. Each copy loads x anew,
-    # the second from the cache, as 256 elements do not fit in registers.
-    LOADS: tl.constexpr = 2 if BF16 else 4
-    row_words = k_blocks * (4 * LOADS)
-    x_ptr += token * row_words + k_block * (4 * LOADS)
-    x_ptr = x_ptr[:, :, :, None] + tl.arange(0, 4)[None, None, None, :]
-    tokens4 = tokens[:, :, :, None]
+    # A load takes 128 bits of one token: 8 BF16 or 4 FP32. Each copy loads x anew, the second from
+    # the cache, as 256 elements do not fit in registers.
+    x_ptr, row_words = block_words(x_ptr, t_block, k_block, k_blocks, BF16)
+    LOADS: tl.constexpr = loads(BF16)
 
     if ROW > 0:
         params = tl.load(row_params_ptr + BLOCK), tl.load(row_params_ptr + FIRST)
@@ -120,17 +119,9 @@ def quantize_rowcol_kernel(
         if SWIZZLED:
             scale_mask = (k_block < (k_blocks + 7) // 8 * 8) & (t_block < tiles * 4)
         for i in tl.static_range(LOADS):
-            x = ()
-            for t in tl.static_range(16):
-                x = x + (load4(x_ptr + (t * row_words + 4 * i), tokens4, t),)
+            x = load_rows(x_ptr + 4 * i, row_words, tokens4)
             for pair in tl.static_range(8 // LOADS):
-                column = ()
-                for t in tl.static_range(16):
-                    if BF16:
-                        column = column + (x[t][pair],)
-                    else:
-                        column = column + x[t][2 * pair : 2 * pair + 2]
-                column = transform(column, BF16, SIGNS, TARGET)
+                column = transform(pair_of_columns(x, pair, BF16), BF16, SIGNS, TARGET)
                 for odd in tl.static_range(2):
                     scale, codes = _encode_block(
                         column[odd::2], params, col_params_ptr, group, col_key, COLUMN == 2, TARGET
@@ -175,8 +166,7 @@ def quantize_rowcol(
     if x.numel() == 0:
         return row, column
     bf16 = x.dtype == torch.bfloat16
-    grid = (triton.cdiv(tokens, TILE_T), triton.cdiv(features, WARP_K * NUM_WARPS))
-    quantize_rowcol_kernel[grid](
+    quantize_rowcol_kernel[grid(tokens, features)](
         x.view(torch.int32) if bf16 else x,
         tokens,
         features,

@@ -7,12 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.blocks import NUM_WARPS, grid, own_block
 from kernels.matrix import BLOCK_SIZE, MAX_ELEMENTS
 from kernels.target import target_of
 from kernels.words import registers
-
-NUM_WARPS = 4
-TILE = 128
 
 
 @triton.constexpr_function
@@ -89,9 +87,7 @@ def transpose_codes_kernel(
     TARGET: tl.constexpr,
 ):
     """Words of eight codes [R, K / 8] to [K, R / 8]."""
-    k_block = (tl.program_id(1) * WARPS + tl.arange(0, WARPS)[:, None, None]) * 4
-    k_block = k_block + tl.arange(0, 4)[None, None, :]
-    r_block = tl.program_id(0) * 8 + tl.arange(0, 8)[None, :, None]
+    r_block, k_block = own_block(WARPS)
     r_blocks, k_blocks = num_rows // 16, num_columns // 16
     inside = (k_block < k_blocks) & (r_block < r_blocks)
     ptr = codes_ptr + (r_block * 16 * k_blocks + k_block) * 2
@@ -128,8 +124,7 @@ def transpose_codes(codes_RK: Tensor) -> Tensor:
     codes = codes_RK.contiguous()
     out = torch.empty(2 * half, rows // 2, dtype=torch.uint8, device=codes.device)
     if codes.numel():
-        grid = (triton.cdiv(rows, TILE), triton.cdiv(2 * half, 64 * NUM_WARPS))
-        transpose_codes_kernel[grid](
+        transpose_codes_kernel[grid(rows, 2 * half)](
             codes.view(torch.int32),
             rows,
             2 * half,

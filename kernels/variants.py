@@ -5,11 +5,12 @@ from __future__ import annotations
 from kernels import dequantize, mx
 from kernels.amax import amax_kernel
 from kernels.aot import TARGETS, Variant
+from kernels.blocks import NUM_WARPS, TILE_ELEMENTS
 from kernels.dequantize import dequantize_kernel
 from kernels.gemm_variants import gemm_variants
 from kernels.hadamard import sign_bits
 from kernels.nvfp4 import NUM_PARAMETERS, global_scales_kernel
-from kernels.rowcol import NUM_WARPS, TILE_T, WARP_K, quantize_rowcol_kernel
+from kernels.rowcol import quantize_rowcol_kernel
 from kernels.transpose import transpose_codes_kernel
 from kernels.weight import quantize_weight_kernel
 
@@ -41,7 +42,7 @@ _FORBIDDEN = {90: (_ANY_HARDWARE, r"f32x2"), 120: (_STOCHASTIC,)}
 
 
 def _rowcol(name: str, row: int, column: int, *, bf16: bool = True, signs: int = _SIGNS) -> Variant:
-    elements = TILE_T * WARP_K * NUM_WARPS
+    elements = TILE_ELEMENTS
     copies = [c for c in (row, column) if c]
     return Variant(
         name=name,
@@ -88,7 +89,7 @@ def _amax(name: str, signs: int, bf16: bool = True) -> Variant:
         },
         constants={"SIGNS": signs, "BF16": bf16, "WARPS": NUM_WARPS},
         num_warps=NUM_WARPS,
-        elements=TILE_T * WARP_K * NUM_WARPS,
+        elements=TILE_ELEMENTS,
         bytes_per_element=2 if bf16 else 4,
         cold=r"REDG?\..*ADD",
     )
@@ -110,7 +111,7 @@ def _weight(name: str, bf16: bool = True) -> Variant:
         },
         constants={"SWIZZLED": True, "BF16": bf16, "WARPS": NUM_WARPS},
         num_warps=NUM_WARPS,
-        elements=TILE_T * WARP_K * NUM_WARPS,
+        elements=TILE_ELEMENTS,
         bytes_per_element=(2 if bf16 else 4) + 2 * 4.5 / 8,
         required=_converts([1], 256),
         forbidden=_FORBIDDEN,
@@ -129,7 +130,7 @@ def _transpose() -> Variant:
         },
         constants={"WARPS": NUM_WARPS},
         num_warps=NUM_WARPS,
-        elements=TILE_T * WARP_K * NUM_WARPS,
+        elements=TILE_ELEMENTS,
         bytes_per_element=1,
     )
 

@@ -13,16 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.blocks import NUM_WARPS, block_words, grid, loads, own_block
 from kernels.e2m1 import encode8
 from kernels.matrix import BLOCK_SIZE, Copy, check_matrix
 from kernels.nvfp4 import BLOCK, FIRST, block_scale, empty_scales, scale_offset
 from kernels.target import target_of
 from kernels.transpose import store_columns
 from kernels.words import row_stats, split4, unpack
-
-TILE_N = 128
-WARP_K = 64
-NUM_WARPS = 4
 
 
 @triton.jit
@@ -50,17 +47,12 @@ def quantize_weight_kernel(
     TARGET: tl.constexpr,
 ):
     """w_ptr: words of two BF16, or FP32. Codes: words of eight."""
-    k_block = (tl.program_id(1) * WARPS + tl.arange(0, WARPS)[:, None, None]) * 4
-    k_block = k_block + tl.arange(0, 4)[None, None, :]
-    n_block = tl.program_id(0) * 8 + tl.arange(0, 8)[None, :, None]
+    n_block, k_block = own_block(WARPS)
     n_blocks, k_blocks = num_rows // 16, num_columns // 16
     inside = (k_block < k_blocks) & (n_block < n_blocks)
     inside4 = inside[:, :, :, None]
-
-    LOADS: tl.constexpr = 2 if BF16 else 4
-    row_words = k_blocks * (4 * LOADS)
-    w_ptr += n_block * 16 * row_words + k_block * (4 * LOADS)
-    ptr = w_ptr[:, :, :, None] + tl.arange(0, 4)[None, None, None, :]
+    LOADS: tl.constexpr = loads(BF16)
+    ptr, row_words = block_words(w_ptr, n_block, k_block, k_blocks, BF16)
     amax = tl.zeros([WARPS, 8, 4], tl.float32)
     for row in tl.static_range(16):
         w = _load_row(ptr + row * row_words, inside4, LOADS)
@@ -129,8 +121,7 @@ def quantize_weight(w_NK: Tensor, params: Tensor, *, swizzled: bool = False) -> 
     ]
     if w.numel():
         bf16 = w.dtype == torch.bfloat16
-        grid = (triton.cdiv(rows, TILE_N), triton.cdiv(columns, WARP_K * NUM_WARPS))
-        quantize_weight_kernel[grid](
+        quantize_weight_kernel[grid(rows, columns)](
             w.view(torch.int32) if bf16 else w,
             rows,
             columns,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,21 +118,25 @@ def describe_training(config: Config, dataset: Any, schedule: Any) -> dict[str, 
     from pipeline.train import exclusions
     from pipeline.train.build import build_mixture, build_model, build_recipe
     from quant import apply_recipe
+    from quant.policy import summary
 
     build_mixture(config, schedule, dataset)  # a blend that cannot be had stops here
     exclusions.check(config.data, dataset.shard_names, schedule.num_steps)
     device = torch.device("cuda" if config.cluster.gpus_per_worker else "cpu")
+    here = device.type == "cpu" or torch.cuda.is_available()
     with torch.device("meta"):
         model = build_model(config, torch.device("meta"))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     recipe = build_recipe(config)
     blocks = len(config.model.pattern)
-    table = apply_recipe(model, recipe, num_blocks=blocks, seed=config.seed).table()
-    kinds = Counter(f"{row.fprop} ({row.backend})" for row in table)
+    precision = apply_recipe(model, recipe, num_blocks=blocks, seed=config.seed)
+    tokens = config.train.micro_batch * config.train.sequence_length
+    table = precision.table(device if here else torch.device("cpu"), tokens)
+    if not here:  # a head node without a GPU
+        table = [dataclasses.replace(row, backend="chosen by the workers") for row in table]
     lines = [
         f"  model      {config.model.pattern}, {parameters:,} parameters",
-        f"  precision  {config.precision.recipe}: "
-        + ", ".join(f"{count} linears {kind}" for kind, count in kinds.items()),
+        f"  precision  {config.precision.recipe}: {summary(table)}",
         f"  schedule   {schedule.num_steps} steps of {schedule.tokens_per_step:,} tokens, "
         f"{len(schedule.phases)} phases",
         "  blocks     "

@@ -27,9 +27,9 @@ from quant.quantize import (
     amax_of,
     check_options,
     from_copy,
-    largest_code,
     quantize,
 )
+from quant.reference import largest_code
 from quant.rounding import RoundingKey
 
 

@@ -54,7 +54,7 @@ class Decoded:
 
 
 Factor = QuantizedTensor | Decoded
-Gemm = Callable[[Factor, Factor, Choice], Tensor]
+Gemm = Callable[[Factor, Factor, Choice, Tensor | None], Tensor]
 
 BACKENDS = (*dispatch.BACKENDS, "reference")
 
@@ -99,8 +99,9 @@ def format_name(format: Format | None) -> str:
     """What the table calls a format: one name for all that kernels read alike."""
     if format is None:
         return "bf16"
-    kinds = {("e2m1", "e4m3"): "nvfp4", ("e2m1", "e8m0"): "mxfp4", ("e4m3", "e8m0"): "mxfp8"}
-    return kinds.get((format.element, format.scale), format.name)
+    if format.scale == "fp32":  # powers of two are MXFP8's, of longer blocks
+        return "mxfp8" if exact_in_bf16(format) else format.name
+    return {"e4m3": "nvfp4"}.get(format.scale, "mxfp4" if format.element == "e2m1" else "mxfp8")
 
 
 def problem_of(a_MR: Factor, b_NR: Factor) -> Problem:
@@ -120,8 +121,13 @@ def exact_in_bf16(format: Format) -> bool:
     return format.scale != "fp32" or format.scale_rounding != "nearest"
 
 
-def gemm(a_MR: Factor, b_NR: Factor, backend: str | None = None) -> Tensor:
+def gemm(
+    a_MR: Factor, b_NR: Factor, backend: str | None = None, total: Tensor | None = None
+) -> Tensor:
     """`a @ b.T` in FP32, tensor scales applied, by `backend` or what suits device and shape.
+
+    With `total` (FP32 [M, N], contiguous) the product is added to it, in place: by the kernel
+    itself where it is ours, after it elsewhere. The bits are the same.
 
     Operands over tokens may be padded with zeros to different multiples; the excess of the longer
     adds nothing.
@@ -132,7 +138,11 @@ def gemm(a_MR: Factor, b_NR: Factor, backend: str | None = None) -> Tensor:
     device = _device(a_MR)
     choice = choose_backend(device, problem_of(a_MR, b_NR), backend)
     with _without_autocast(device.type):
-        return KERNELS[choice.kernel](a_MR, b_NR, choice)
+        return KERNELS[choice.kernel](a_MR, b_NR, choice, total)
+
+
+def _added(y_MN: Tensor, total: Tensor | None) -> Tensor:
+    return y_MN if total is None else total.add_(y_MN)
 
 
 def _scaled(y_MN: Tensor, a: Factor, b: Factor) -> Tensor:
@@ -162,15 +172,16 @@ def _operand_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
-def _torch(a_MR: Factor, b_NR: Factor, choice: Choice) -> Tensor:
+def _torch(a_MR: Factor, b_NR: Factor, choice: Choice, total: Tensor | None = None) -> Tensor:
     a, b = _values(a_MR), _values(b_NR)
     length = min(a.shape[1], b.shape[1])
     a, b_RN = a[:, :length], b[:, :length].t()
     if a.device.type != "cpu":
-        return _scaled(torch.mm(a, b_RN, out_dtype=torch.float32), a_MR, b_NR)
+        y_MN = torch.mm(a, b_RN, out_dtype=torch.float32)
+        return _added(_scaled(y_MN, a_MR, b_NR), total)
     with bf16_matmul(cpu_multiplies_bf16_faster()):
         y_MN = torch.mm(a, b_RN)
-    return _scaled(y_MN, a_MR, b_NR)
+    return _added(_scaled(y_MN, a_MR, b_NR), total)
 
 
 def _values(factor: Factor) -> Tensor:
@@ -223,16 +234,16 @@ def cpu_multiplies_bf16_faster() -> bool:
 _STEP = 16  # divides every block length
 
 
-def _cublas(a_MR: Factor, b_NR: Factor, choice: Choice) -> Tensor:
+def _cublas(a_MR: Factor, b_NR: Factor, choice: Choice, total: Tensor | None = None) -> Tensor:
     from kernels.cublas import scaled_mm
 
-    return scaled_mm(_operand(a_MR), _operand(b_NR))
+    return _added(scaled_mm(_operand(a_MR), _operand(b_NR)), total)
 
 
-def _triton(a_MR: Factor, b_NR: Factor, choice: Choice) -> Tensor:
+def _triton(a_MR: Factor, b_NR: Factor, choice: Choice, total: Tensor | None = None) -> Tensor:
     from kernels.gemm import gemm_of
 
-    return gemm_of(_operand(a_MR), _operand(b_NR), choice)
+    return gemm_of(_operand(a_MR), _operand(b_NR), choice, total)
 
 
 def _operand(factor: Factor) -> Operand:
@@ -242,7 +253,7 @@ def _operand(factor: Factor) -> Operand:
     return Operand(codes, q.scales, q.global_scale)
 
 
-def _reference(a_MR: Factor, b_NR: Factor, choice: Choice) -> Tensor:
+def _reference(a_MR: Factor, b_NR: Factor, choice: Choice, total: Tensor | None = None) -> Tensor:
     """Sum over blocks of (sum of element products) * scale of a * scale of b, all FP32."""
     a, a_scales = _elements(a_MR)
     b, b_scales = _elements(b_NR)
@@ -251,7 +262,7 @@ def _reference(a_MR: Factor, b_NR: Factor, choice: Choice) -> Tensor:
         block = slice(start, min(start + _STEP, a.shape[1], b.shape[1]))
         products = (a[:, None, block] * b[None, :, block]).sum(-1)
         y_MN += products * a_scales[:, None, start] * b_scales[None, :, start]
-    return _scaled(y_MN, a_MR, b_NR)
+    return _added(_scaled(y_MN, a_MR, b_NR), total)
 
 
 def _elements(factor: Factor) -> tuple[Tensor, Tensor]:

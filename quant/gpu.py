@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.matrix import MAX_COLUMNS, MAX_ELEMENTS
 from quant.formats import Format
 from quant.rounding import RoundingKey
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MAX_ELEMENTS = 1 << 32
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -68,8 +68,10 @@ def matrix_refusal(x_RK: Tensor, multiple: int = 16) -> str | None:
         return f"{x_RK.dtype} is not BF16 or FP32"
     if x_RK.shape[-1] % multiple:
         return f"{x_RK.shape[-1]} columns are not a multiple of {multiple}"
-    if x_RK.numel() >= _MAX_ELEMENTS:
+    if x_RK.numel() >= MAX_ELEMENTS:
         return "2^32 elements or more"
+    if x_RK.shape[-1] > MAX_COLUMNS:
+        return f"more than {MAX_COLUMNS} columns"
     return None
 
 
@@ -83,6 +85,8 @@ def copy_refusal(x_RK: Tensor, wanted: Wanted, offset: int = 0) -> str | None:
         return f"a Hadamard transform of {len(wanted.signs)} with blocks of {block}"
     if wanted.key is not None and offset:
         return "stochastic rounding of a part of a tensor"
+    if format.scale == "e8m0" and x_RK.shape[0] > MAX_COLUMNS:
+        return f"more than {MAX_COLUMNS} rows, which a column copy of {format.name} lays across"
     if format.is_2d and x_RK.shape[0] % 16:
         return f"{x_RK.shape[0]} rows are not a multiple of 16"
     return matrix_refusal(x_RK, block)

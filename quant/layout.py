@@ -82,3 +82,25 @@ def unswizzle_scales(swizzled: Tensor, shape: tuple[int, int]) -> Tensor:
     tiles = swizzled.view(torch.uint8).view(row_tiles, column_tiles, 32, 4, TILE_COLUMNS)
     plain = tiles.permute(0, 3, 2, 1, 4).reshape(row_tiles * TILE_ROWS, -1)
     return plain[:rows, :columns].contiguous().view(swizzled.dtype)
+
+
+def e8m0_of_fp8_blocks(scales_MB: Tensor, columns: int) -> Tensor:
+    """FP32 powers of two, one for 128 columns, as MXFP8 has them: E8M0, one for 32. Exact.
+
+    An element's value does not change, so tensor cores multiply FP8 blocks as MXFP8.
+
+    Args:
+        scales_MB: FP32 powers of two from 2^-126 on.
+        columns: K, elements in a row.
+
+    Returns:
+        float8_e8m0fnu [M, ceil(K / 32)].
+    """
+    exponents = (scales_MB.view(torch.int32) >> 23).to(torch.uint8)
+    repeated = exponents.repeat_interleave(4, dim=1)[:, : -(-columns // 32)]
+    return repeated.contiguous().view(torch.float8_e8m0fnu)
+
+
+def fp8_blocks_of_e8m0(scales_MB: Tensor) -> Tensor:
+    """Inverse of `e8m0_of_fp8_blocks`."""
+    return (scales_MB.view(torch.uint8)[:, ::4].to(torch.int32) << 23).view(torch.float32)

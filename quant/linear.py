@@ -69,6 +69,8 @@ class Shared:
 
     backend: a name in `quant.gemm.BACKENDS`; None lets device and shape decide.
     nonfinite: how many NaN and infinite elements the quantizers met, on the device.
+    adds_weight_gradients: whether Wgrad adds to the weight's gradient itself; see
+        `Precision.adds_weight_gradients`.
     """
 
     seed: int
@@ -76,6 +78,7 @@ class Shared:
     moment: Moment = Moment()
     statistics: Statistics = field(default_factory=Statistics)
     nonfinite: Tensor | None = None
+    adds_weight_gradients: bool = False
 
     def count_nonfinite(self, count: Tensor) -> None:
         self.nonfinite = count if self.nonfinite is None else self.nonfinite + count
@@ -134,16 +137,18 @@ class QuantLinear(nn.Linear):
         """The recipe in the present mode."""
         return self.recipes[self.shared.moment.mode]
 
-    @property
-    def backend(self) -> str:
+    def backend(self, device: torch.device | None = None, num_tokens: int | None = None) -> str:
         """What runs the GEMMs, and the kernels where these are not plain torch.
 
-        Where Fprop, Dgrad and Wgrad differ, all three are named. The shape counts: tokens are taken
-        to be as many as in the last call.
+        Where Fprop, Dgrad and Wgrad differ, all three are named.
+
+        Args:
+            device: where the linear will run; None for where it is.
+            num_tokens: of a micro-batch; None for those of the last call.
         """
         choices = [
-            choose_backend(self.weight.device, problem, self.shared.backend)
-            for problem in self._problems()
+            choose_backend(device or self.weight.device, problem, self.shared.backend)
+            for problem in self._problems(num_tokens or self.num_tokens)
         ]
         backends, kernels = (
             "/".join(dict.fromkeys(names) if len(set(names)) == 1 else names)
@@ -156,9 +161,9 @@ class QuantLinear(nn.Linear):
         """Whether GEMMs read codes: then scales lie as tensor cores read them, transposes too."""
         return multiplies_codes(self.weight.device, self.shared.backend)
 
-    def _problems(self) -> list[Problem]:
-        """Fprop, Dgrad and Wgrad."""
-        t, n, k = self.num_tokens, self.out_features, self.in_features
+    def _problems(self, t: int) -> list[Problem]:
+        """Fprop, Dgrad and Wgrad of `t` tokens."""
+        n, k = self.out_features, self.in_features
         names = [format_name(self.recipe.operand(role).spec) for role in ROLES]
         formats = zip(names[::2], names[1::2], strict=True)
         shapes = ((t, n, k), (t, k, n), (n, k, t))
@@ -231,7 +236,11 @@ class _LinearFunction(torch.autograd.Function):
             dx = _round_output(dx_TK.view(ctx.x_shape), ctx.x_dtype)
         if wgrad:
             assert dy_NT is not None
-            dw_NK = call.gemm(dy_NT, _put_together(ctx.x_form, tensors))
+            x_KT, total = _put_together(ctx.x_form, tensors), call.gradient_so_far(w_NK)
+            if total is not None:
+                call.gemm(dy_NT, x_KT, total)
+                return dx, None, None
+            dw_NK = call.gemm(dy_NT, x_KT)
             if call.recording:
                 call.statistics.weight_gradient(call.layer.name, dw_NK)
         return dx, dw_NK, None
@@ -253,8 +262,18 @@ class _Call:
     def recipe(self) -> LinearRecipe:
         return self.layer.recipes[self.moment.mode]
 
-    def gemm(self, a: Factor, b: Factor) -> Tensor:
-        return gemm(a, b, self.layer.shared.backend)
+    def gemm(self, a: Factor, b: Factor, total: Tensor | None = None) -> Tensor:
+        return gemm(a, b, self.layer.shared.backend, total)
+
+    def gradient_so_far(self, w_NK: Tensor) -> Tensor | None:
+        """What Wgrad may add its product to, if adding is all that autograd would do with it."""
+        if not self.layer.shared.adds_weight_gradients or self.recording or not w_NK.is_leaf:
+            return None
+        watched = w_NK._backward_hooks or w_NK._post_accumulate_grad_hooks
+        total = w_NK.grad
+        if watched or total is None or total.dtype != torch.float32 or not total.is_contiguous():
+            return None
+        return total
 
     def fprop(self, x: Tensor, w_NK: Tensor, *, keep_column: bool) -> tuple[Tensor, Factor | None]:
         """y [..., N] in x's dtype, and x's column copy [K, T] where Wgrad will need it."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -43,6 +44,12 @@ class LayerPrecision:
     dgrad: str
     wgrad: str
     backend: str
+
+
+def summary(table: Sequence[LayerPrecision]) -> str:
+    """How many linears multiply what in Fprop, and by which backend, in one line."""
+    kinds = Counter(f"{row.fprop} ({row.backend})" for row in table)
+    return ", ".join(f"{count} linears {kind}" for kind, count in kinds.items())
 
 
 class Precision:
@@ -98,6 +105,21 @@ class Precision:
             self.mode = before
 
     @property
+    def adds_weight_gradients(self) -> bool:
+        """Whether Wgrad adds to `weight.grad` in its own epilogue, where there is one already.
+
+        It spares a gradient's memory, and half of its traffic, in each micro-batch but the first;
+        the sums keep their bits. For loops that call `backward()` alone: `torch.autograd.grad`
+        would miss these gradients. A weight with hooks is left to autograd, and so is a step whose
+        statistics are taken.
+        """
+        return self._shared.adds_weight_gradients
+
+    @adds_weight_gradients.setter
+    def adds_weight_gradients(self, value: bool) -> None:
+        self._shared.adds_weight_gradients = value
+
+    @property
     def statistics(self) -> Statistics:
         """What quantization does to each layer: set `every` or call `request`, then `collect`."""
         return self._shared.statistics
@@ -126,11 +148,20 @@ class Precision:
         """Bytes that the quantized copies of the weights hold."""
         return sum(layer.cache.nbytes for layer in self.layers.values())
 
-    def table(self) -> list[LayerPrecision]:
-        """What runs where in the present mode, a row per linear."""
+    def table(
+        self, device: torch.device | None = None, num_tokens: int | None = None
+    ) -> list[LayerPrecision]:
+        """What runs where in the present mode, a row per linear.
+
+        Args:
+            device: where the model will run; None for where it is.
+            num_tokens: of a micro-batch; None for those of the last call.
+        """
         return [
             LayerPrecision(
-                name, layer.recipe.fprop, layer.recipe.dgrad, layer.recipe.wgrad, layer.backend
+                name,
+                *(layer.recipe.fprop, layer.recipe.dgrad, layer.recipe.wgrad),
+                layer.backend(device, num_tokens),
             )
             for name, layer in self.layers.items()
         ]

@@ -20,35 +20,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kernels import cpu
-from quant import gpu, layout
+from quant import gpu, layout, reference
 from quant.backend import use_compiled, use_triton
 from quant.formats import Format
-from quant.layout import pack_nibbles, transpose_nibbles, unpack_nibbles
-from quant.rounding import (
-    RoundingKey,
-    check_elements,
-    e2m1_values,
-    random_bytes,
-    round_e2m1,
-    round_e2m1_stochastic,
-    round_e4m3,
-)
+from quant.layout import transpose_nibbles
+from quant.reference import amax_along, as_bytes, largest_code
+from quant.rounding import RoundingKey, check_elements
 
 Rounding = Literal["nearest", "stochastic"]
-
-FLOAT_MAX = torch.finfo(torch.float32).max
-ENCODE_SCALE_CAP = 2.0**126
-"""Largest S_enc: above it S_dec would be an FP32 subnormal."""
-
-UNBIASED_GUARD = 16 / 17
-"""The E4M3 block scale rounds down by up to 1/17; the guard leaves that much room below 6."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -66,7 +51,8 @@ class QuantizedTensor:
         global_scale: FP32 scalar, the decode scale S_dec; None where the format has none.
         format: the format.
         shape: shape of the tensor that was quantized.
-        swizzled: whether the scales, of a matrix then, are as `layout.swizzle_scales` gives them.
+        swizzled: whether the scales, of a matrix then, are as `layout.swizzle_scales` gives them;
+            those of FP8 blocks as MXFP8's, `layout.e8m0_of_fp8_blocks`.
     """
 
     codes: Tensor
@@ -80,15 +66,25 @@ class QuantizedTensor:
         """The same tensor, its block scales in plain layout."""
         if not self.swizzled:
             return self
-        blocks = -(-self.shape[1] // self.format.block[1])
+        fp8_blocks = self.format.scale == "fp32"
+        blocks = -(-self.shape[1] // (32 if fp8_blocks else self.format.block[1]))
         scales = layout.unswizzle_scales(self.scales, (self.shape[0], blocks))
+        if fp8_blocks:
+            scales = layout.fp8_blocks_of_e8m0(scales)
         return replace(self, scales=scales, swizzled=False)
 
     def swizzle(self) -> QuantizedTensor:
-        """The same matrix, its block scales as tensor cores read them."""
+        """The same matrix, its block scales as tensor cores read them.
+
+        Raises:
+            ValueError: scales that tensor cores do not read: free FP32 ones.
+        """
         if self.swizzled:
             return self
-        return replace(self, scales=layout.swizzle_scales(self.scales), swizzled=True)
+        scales = self.scales
+        if self.format.scale == "fp32" and self.format.scale_rounding == "up":
+            scales = layout.e8m0_of_fp8_blocks(scales, self.shape[1])
+        return replace(self, scales=layout.swizzle_scales(scales), swizzled=True)
 
     def dequantize(
         self, dtype: torch.dtype = torch.float32, *, global_scale: bool = True
@@ -116,7 +112,7 @@ class QuantizedTensor:
         four_bits = self.format.element_bits == 4
         codes = transpose_nibbles(self.codes) if four_bits else self.codes.t().contiguous()
         block_rows, block_columns = self.format.block
-        grid = _as_bytes(self.scales)[::block_rows].t()
+        grid = as_bytes(self.scales)[::block_rows].t()
         scales = grid.repeat_interleave(block_columns, dim=0)[:columns].contiguous()
         return replace(
             self, codes=codes, scales=scales.view(self.format.scale_dtype), shape=transposed
@@ -135,46 +131,6 @@ class QuantizedTensor:
         return replace(self, codes=codes, scales=scales, global_scale=global_scale)
 
 
-class GlobalScales(NamedTuple):
-    """FP32 scalars of one tensor; see the module's docstring.
-
-    Attributes:
-        encode: S_enc.
-        decode: S_dec.
-        block: what a block's amax is multiplied by to give its scale, `S_enc * fp32(1/6)`.
-        first: what x is multiplied by at first: 1, or S_enc where it is capped.
-        rest: what is left of S_dec then: S_dec, or 1 where S_enc is capped.
-    """
-
-    encode: Tensor
-    decode: Tensor
-    block: Tensor
-    first: Tensor
-    rest: Tensor
-
-
-def nvfp4_global_scales(amax: Tensor, *, guard: bool = False) -> GlobalScales:
-    """Scales of a whole tensor from its amax (FP32 scalar), NVFP4 only.
-
-    With `guard` the largest code is taken as 6 * 16/17, for stochastic rounding without bias.
-    """
-
-    def constant(value: float) -> Tensor:
-        # A tensor on amax's device: torch multiplies by a reciprocal where it divides by a scalar.
-        return torch.full_like(amax, value)
-
-    largest = largest_code(guard)
-    if use_compiled(amax):
-        return GlobalScales(*cpu.global_scales(amax, largest_code=largest))
-    encode = (constant(448 * largest) / amax).clamp(max=ENCODE_SCALE_CAP)
-    encode = torch.where((amax == 0) | (encode == 0), constant(1), encode)
-    decode = constant(1) / encode
-    capped = encode == ENCODE_SCALE_CAP
-    first = torch.where(capped, encode, constant(1))
-    rest = torch.where(capped, constant(1), decode)
-    return GlobalScales(encode, decode, encode * constant(1 / largest), first, rest)
-
-
 def amax_and_nonfinite(x: Tensor) -> tuple[Tensor, Tensor]:
     """`amax_of(x)` and `nonfinite_count(x)`, from one pass where there is a compiled one."""
     if use_compiled(x):
@@ -183,7 +139,7 @@ def amax_and_nonfinite(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.dim() and use_triton(x) and gpu.accepts("amax", gpu.matrix_refusal(x)):
         amax, _, nonfinite = gpu.amax_and_nonfinite(x.reshape(-1, x.shape[-1]))
         return amax, nonfinite
-    return _amax(x.float().flatten(), 0), (~torch.isfinite(x)).sum()
+    return amax_along(x.float().flatten(), 0), (~torch.isfinite(x)).sum()
 
 
 def amax_of(x: Tensor) -> Tensor:
@@ -251,8 +207,13 @@ def quantize(
         wanted = gpu.Wanted(format, amax, largest_code(guard), stochastic_key)
         if gpu.accepts("quantize", gpu.copy_refusal(x_RK, wanted, offset)):
             return from_copy(*gpu.quantize(x_RK, wanted, swizzled), format, x.shape, swizzled)
-    implementation = _quantize_compiled if use_compiled(x) else _quantize_reference
-    codes_RK, scales_RB, decode = implementation(x_RK, format, amax, guard, stochastic_key, offset)
+    if use_compiled(x):
+        parts = _quantize_compiled(x_RK, format, amax, guard, stochastic_key, offset)
+    else:
+        if amax is None and format.has_global_scale:
+            amax = amax_of(x_RK)
+        parts = reference.quantize(x_RK, format, amax, guard, stochastic_key, offset)
+    codes_RK, scales_RB, decode = parts
     made = QuantizedTensor(
         codes_RK.reshape(*x.shape[:-1], codes_RK.shape[1]),
         scales_RB.reshape(*x.shape[:-1], scales_RB.shape[1]),
@@ -273,11 +234,6 @@ def from_copy(
     """The codes and scales that a kernel gave for a matrix, as a tensor of `shape`."""
     codes, scales = (t if t.dim() < 2 else t.reshape(*shape[:-1], t.shape[-1]) for t in copy)
     return QuantizedTensor(codes, scales, decode, format, shape, swizzled)
-
-
-def largest_code(guard: bool) -> float:
-    """What the largest magnitude of a tensor becomes."""
-    return 6 * UNBIASED_GUARD if guard else 6.0
 
 
 def dequantize(
@@ -301,7 +257,7 @@ def dequantize(
         return gpu.dequantize(codes_RK, *arguments).reshape(q.shape)
     scales = q.plain().scales
     scales_RB = scales.reshape(rows, scales.shape[-1])
-    implementation = _dequantize_compiled if use_compiled(q.codes) else _dequantize_reference
+    implementation = _dequantize_compiled if use_compiled(q.codes) else reference.dequantize
     return implementation(codes_RK, scales_RB, q.format, columns, outer, dtype).reshape(q.shape)
 
 
@@ -351,87 +307,6 @@ def check_options(
         )
 
 
-def _as_bytes(t: Tensor) -> Tensor:
-    """One-byte types as uint8, which all of torch's operations accept."""
-    return t.view(torch.uint8) if t.element_size() == 1 else t
-
-
-def _amax(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Largest magnitude along `dim`, passing over NaN; 0 where there is nothing."""
-    magnitude = x.abs()
-    magnitude = torch.where(magnitude.isnan(), 0.0, magnitude)
-    return magnitude.amax(dim) if magnitude.numel() else magnitude.sum(dim)
-
-
-def _quantize_reference(
-    x_RK: Tensor,
-    format: Format,
-    amax: Tensor | None,
-    guard: bool,
-    key: RoundingKey | None,
-    offset: int,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes, block scales and S_dec in plain torch: what every fast path must equal to the byte.
-
-    `key` is None for nearest rounding.
-    """
-    rows, columns = x_RK.shape
-    global_scales = None
-    if format.has_global_scale:
-        global_scales = nvfp4_global_scales(amax_of(x_RK) if amax is None else amax, guard=guard)
-    decode = None if global_scales is None else global_scales.decode
-    block_rows, block_columns = format.block
-    padding = (0, -columns % block_columns, 0, -rows % block_rows)
-    x = functional.pad(x_RK.float(), padding).unflatten(1, (-1, block_columns))
-    x = x.unflatten(0, (-1, block_rows))  # [row blocks, block rows, B, block columns]
-    block_amax = _amax(x, (1, 3))[:, None, :, None]
-    if global_scales is not None:
-        scales, y = _scale_nvfp4(x, block_amax, global_scales)
-    elif format.scale == "fp32" and format.scale_rounding == "nearest":
-        scales, y = _scale_free(x, block_amax, format)
-    else:
-        scales, y = _scale_power_of_two(x, block_amax, format)
-    y_RK = y.flatten(2).flatten(0, 1)[:rows, :columns]
-    repeated = _as_bytes(scales).expand(-1, block_rows, -1, 1).flatten(0, 1)[:rows, :, 0]
-    scales_RB = repeated.contiguous().view(format.scale_dtype)
-    if format.element == "e4m3":
-        return round_e4m3(y_RK).view(torch.uint8), scales_RB, decode
-    if key is None:
-        return pack_nibbles(round_e2m1(y_RK)), scales_RB, decode
-    random = random_bytes(key, offset, rows * columns, x_RK.device).view(rows, columns)
-    return pack_nibbles(round_e2m1_stochastic(y_RK, random)), scales_RB, decode
-
-
-def _scale_nvfp4(x: Tensor, amax: Tensor, scales: GlobalScales) -> tuple[Tensor, Tensor]:
-    sf = round_e4m3((amax * scales.block).clamp(max=FLOAT_MAX))
-    sf_decode = sf.float() * scales.rest
-    encode = (torch.ones_like(sf_decode) / sf_decode).clamp(max=FLOAT_MAX)
-    return sf, (x * scales.first) * encode
-
-
-def _scale_power_of_two(x: Tensor, amax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """E8M0 scales; kept as FP32 where the format says so."""
-    mantissa, exponent = torch.frexp(amax.clamp(max=FLOAT_MAX))
-    largest, largest_exponent = math.frexp(format.element_max)
-    exponent = exponent - largest_exponent
-    if format.scale_rounding == "up":
-        exponent = exponent + (mantissa > largest).int()
-    lowest = -127 if format.scale == "e8m0" else -126
-    exponent = torch.where(amax == 0, -127 if format.scale == "e8m0" else 0, exponent)
-    biased = exponent.clamp(lowest, 127) + 127
-    scales = biased.to(torch.uint8).view(torch.float8_e8m0fnu)
-    inverse = (254 - biased).to(torch.uint8).view(torch.float8_e8m0fnu)
-    return scales.to(format.scale_dtype), x * inverse.float()
-
-
-def _scale_free(x: Tensor, amax: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """FP32 scales amax / 448, at least the smallest normal number; 1 for a block of zeros."""
-    largest = torch.full_like(amax, format.element_max)
-    scales = (amax.clamp(max=FLOAT_MAX) / largest).clamp(min=2.0**-126)
-    scales = torch.where(amax == 0, 1.0, scales)
-    return scales, x / scales
-
-
 def _quantize_compiled(
     x_RK: Tensor,
     format: Format,
@@ -461,23 +336,6 @@ def _quantize_compiled(
         offset=offset,
     )
     return codes_RK, scales_RB, None
-
-
-def _dequantize_reference(
-    codes_RK: Tensor,
-    scales_RB: Tensor,
-    format: Format,
-    columns: int,
-    global_scale: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    if format.element == "e2m1":
-        values = e2m1_values(unpack_nibbles(codes_RK))
-    else:
-        values = codes_RK.view(torch.float8_e4m3fn).float()
-    scales = scales_RB.float().repeat_interleave(format.block[1], dim=1)[:, :columns]
-    values = values * scales
-    return (values if global_scale is None else values * global_scale).to(dtype)
 
 
 def _dequantize_compiled(

@@ -25,7 +25,8 @@ from model import ModelConfig
 from model.hf import Rows, linear_rows
 from pipeline.config import ConfigError
 from quant import NVFP4, NVFP4_2D, Precision, QuantizedTensor, QuantLinear, quantize
-from quant.quantize import amax_of, nvfp4_global_scales
+from quant.quantize import amax_of
+from quant.reference import nvfp4_global_scales
 
 COMPRESSED_TENSORS, MODELOPT = "nvfp4-compressed-tensors", "nvfp4-modelopt"
 

@@ -40,6 +40,7 @@ from pipeline.train.stopping import requested
 from pipeline.train.watchdog import Watchdog
 from pipeline.warm_start import load_weights, warm_start_of
 from quant import apply_recipe
+from quant.policy import summary
 
 OPTIMIZER_CONSTANTS = ("weight_decay", "beta1", "beta2", "epsilon", "clip_norm")
 PREEMPTION_SECONDS = 5.0  # between two questions whether a node is being taken away
@@ -94,6 +95,7 @@ class Trainer:
         self.precision = apply_recipe(
             self.model, self.recipe, num_blocks=len(config.model.pattern), seed=config.seed
         )
+        self.precision.adds_weight_gradients = True
         self.precision.statistics.every = config.train.statistics_every_steps
         self.optimizer = build_optimizer(self.model, config.train)
         self.token_bytes = self.dataset.token_bytes()
@@ -118,6 +120,9 @@ class Trainer:
         with self.watchdog:
             self._restore()
             self._append("start", {"start/ranks": self.rank.size})
+            if self.device.type == "cuda":  # which kernels run is this card's to say
+                tokens = self.train.micro_batch * self.train.sequence_length
+                self._note(f"precision: {summary(self.precision.table(num_tokens=tokens))}")
             stopped = self._run_steps()
             self._settle()
             if self.failed_saves:

@@ -221,6 +221,7 @@ _OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
     "add.rn.f32": _add,
     "sub.rn.f32": _sub,
     "mul.rn.f32": _mul,
+    "mul.rz.f32": lambda a, b: _bits(_toward_zero(_fma(a, b, np.uint32(0)))),
     "fma.rn.f32": _fma_nearest,
     "fma.rz.f32": lambda a, b, c: _bits(_toward_zero(_fma(a, b, c))),
     "add.rn.f32x2": _packed(_add),

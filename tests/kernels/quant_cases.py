@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kernels import dispatch
+from kernels import dispatch, gemm
 from kernels.dispatch import Device
-from quant import apply_recipe, named_recipe
+from quant import Precision, apply_recipe, named_recipe
 from quant.backend import backend
 from quant.copies import RowCol, quantize_rowcol, quantize_weight
 from quant.quantize import QuantizedTensor, amax_and_nonfinite, dequantize, quantize
@@ -46,8 +48,9 @@ def amax(x: Tensor) -> tuple[Tensor, Tensor]:
         return amax_and_nonfinite(x)
 
 
-def step(x_TK: Tensor, w_NK: Tensor, dy_TN: Tensor, recipe: str, capability: tuple) -> tuple:
-    """y, dx and dW of a linear as on a card of `capability`, the table's word for it, and bytes.
+@contextmanager
+def on_a_card(capability: tuple) -> Iterator[None]:
+    """The table's choice as on a card of `capability`.
 
     cuBLAS cannot be interpreted: the table's other rows stand.
     """
@@ -58,16 +61,44 @@ def step(x_TK: Tensor, w_NK: Tensor, dy_TN: Tensor, recipe: str, capability: tup
     dispatch.choose_on.cache_clear()
     try:
         with backend("triton"):
-            return _step(x_TK, w_NK, dy_TN, recipe)
+            yield
     finally:
         dispatch.describe, dispatch.TABLE = described, table
         dispatch.choose_on.cache_clear()
 
 
+def step(x_TK: Tensor, w_NK: Tensor, dy_TN: Tensor, recipe: str, capability: tuple) -> tuple:
+    """y, dx and dW of a linear as on a card of `capability`, the table's word for it, and bytes."""
+    with on_a_card(capability):
+        return _step(x_TK, w_NK, dy_TN, recipe)
+
+
+def sums(
+    inputs: list[tuple[Tensor, Tensor]], w_NK: Tensor, recipe: str, capability: tuple, adds: bool
+) -> tuple[Tensor, int]:
+    """dW summed over micro-batches of x and dy; and how often a kernel added its product itself."""
+    precision = _precision(w_NK, recipe)
+    precision.adds_weight_gradients = bool(adds)
+    layer, plain, added = precision.layers["blocks.0.up"], gemm.gemm, []
+
+    def noted(a: Any, b: Any, **options: Any) -> Tensor:
+        added.append(options["accumulate"])
+        return plain(a, b, **options)
+
+    gemm.gemm = noted
+    try:
+        with on_a_card(capability):
+            for index, (x_TK, dy_TN) in enumerate(inputs):
+                precision.begin(3, index)
+                layer(x_TK).backward(dy_TN)
+    finally:
+        gemm.gemm = plain
+    assert layer.weight.grad is not None
+    return layer.weight.grad, sum(added)
+
+
 def _step(x_TK: Tensor, w_NK: Tensor, dy_TN: Tensor, recipe: str) -> tuple:
-    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"up": linear_of(w_NK)})])})
-    made = named_recipe(recipe).with_blocks(first=0, last=0)
-    precision = apply_recipe(model, made, num_blocks=1, seed=5)
+    precision = _precision(w_NK, recipe)
     layer = precision.layers["blocks.0.up"]
     precision.statistics.request()
     precision.begin(3, 1)
@@ -77,6 +108,13 @@ def _step(x_TK: Tensor, w_NK: Tensor, dy_TN: Tensor, recipe: str) -> tuple:
     statistics = precision.statistics.collect()
     row = precision.table()[0]
     return y.detach(), x.grad, layer.weight.grad, row.backend, statistics, precision.nonfinite()
+
+
+def _precision(w_NK: Tensor, recipe: str) -> Precision:
+    """A model of one linear with this weight, under a recipe."""
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"up": linear_of(w_NK)})])})
+    made = named_recipe(recipe).with_blocks(first=0, last=0)
+    return apply_recipe(model, made, num_blocks=1, seed=5)
 
 
 def linear_of(w_NK: Tensor) -> nn.Linear:

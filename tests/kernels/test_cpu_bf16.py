@@ -13,7 +13,8 @@ from torch import Tensor
 from kernels import cpu
 from quant.backend import backend
 from quant.formats import NVFP4, NVFP4_2D, Format
-from quant.quantize import amax_and_nonfinite, nvfp4_global_scales, quantize
+from quant.quantize import amax_and_nonfinite, quantize
+from quant.reference import nvfp4_global_scales
 from quant.rounding import round_e4m3
 
 pytestmark = [

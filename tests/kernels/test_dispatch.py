@@ -45,7 +45,8 @@ def problem(
         (B200, problem("bf16"), "emulated", "torch", "not bf16 and bf16"),
         (B200, problem("nvfp4", "bf16"), "emulated", "torch", "not nvfp4 and bf16"),
         (B200, problem("nvfp4", "mxfp4"), "emulated", "torch", "not nvfp4 and mxfp4"),
-        (B200, problem("fp8_block"), "emulated", "torch", "not fp8_block and fp8_block"),
+        (B200, problem("fp8_block_free"), "emulated", "torch", "not fp8_block_free and"),
+        (B200, problem("mxfp8", depth=48), "blackwell", "dot_scaled", "R = 48 is not a multiple"),
         (NO_TRITON, problem("mxfp4"), "emulated", "torch", "Triton is not installed"),
         (HOPPER, problem(), "emulated", "decode", "sm_90 has no FP4 tensor cores"),
         (HOPPER, problem("mxfp8"), "emulated", "decode", "sm_90 has no FP4 tensor cores"),
@@ -112,6 +113,7 @@ def test_a_tune_is_stored_by_card_and_grows(tunes: Path):
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_formats_that_kernels_read_alike_share_a_name(name: str):
     expected = {"nvfp4_2d": "nvfp4", "mxfp4_floor": "mxfp4", "mxfp8_floor": "mxfp8"}
+    expected |= {"fp8_block": "mxfp8", "fp8_block_2d": "mxfp8"}
     assert format_name(FORMATS[name]) == expected.get(name, name)
     assert format_name(None) == "bf16"
 

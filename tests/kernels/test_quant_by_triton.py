@@ -54,8 +54,6 @@ def assert_same(made: QuantizedTensor | None, wanted: QuantizedTensor | None) ->
     ids=lambda v: v.name if isinstance(v, Format) else "+".join(v),
 )
 def test_one_copy(interpreted: Run, format: Format, options: dict[str, Any], swizzled: bool):
-    if swizzled and format is FP8_BLOCK:
-        pytest.skip("its scales are FP32")
     x = matrix("gaussian", (32, 96), torch.bfloat16)
     with backend("reference"):
         wanted = quantize(x, format, swizzled=swizzled, **options)
@@ -147,6 +145,8 @@ def test_values(interpreted: Run, format: Format, dtype: torch.dtype):
         ((10, 0), "nvfp4", "blackwell (dot_scaled)"),
         ((9, 0), "nvfp4", "emulated (decode)"),
         ((10, 0), "mxfp4", "blackwell (dot_scaled)"),
+        ((10, 0), "fp8_block", "blackwell (dot_scaled)"),
+        ((9, 0), "fp8_block", "emulated (decode)"),
     ],
 )
 def test_a_linear_runs_on_the_kernels(
@@ -172,6 +172,24 @@ def test_a_linear_runs_on_the_kernels(
     # Of the same codes, so equal up to the order in which two processes add.
     assert made[4] == pytest.approx(wanted[4], rel=1e-5)
     assert made[5] == wanted[5]
+
+
+@pytest.mark.parametrize(
+    ("capability", "recipe"), [((10, 0), "nvfp4"), ((9, 0), "fp8_block")], ids=str
+)
+def test_wgrad_adds_in_the_kernel_what_autograd_would_add(
+    interpreted: Run, capability: tuple[int, int], recipe: str
+):
+    inputs = [
+        tuple(matrix("gaussian", shape, torch.float32) * size for shape in ((32, 32), (32, 64)))
+        for size in (1.0, 3.0)
+    ]
+    w = matrix("wide", (64, 32), torch.float32) * 1e-9
+    sums = [interpreted(f"{CASES}:sums", inputs, w, recipe, capability, add) for add in (0, 1)]
+    (plain, calls), (added, more) = sums
+    assert torch.equal(plain, added)
+    assert plain.any()
+    assert (calls, more) == (0, 1)  # the second micro-batch's, by the kernel
 
 
 def ulp(y: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from quant.copies import quantize_weight, transposed_tokens
 from quant.formats import FORMATS, NVFP4, NVFP4_2D
 from quant.hadamard import SIGNS, rht_transpose
 from quant.layout import swizzle_scales
-from quant.quantize import amax_of, dequantize, nonfinite_count, nvfp4_global_scales, quantize
+from quant.quantize import amax_of, dequantize, nonfinite_count, quantize
+from quant.reference import nvfp4_global_scales
 from tests.kernels.inputs import COLUMN_KEY, KINDS, inside_poison, matrix, raw, words
 
 pytest.importorskip("triton")
