@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,9 +32,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.report import show
 from kernels import dispatch, tuner
 from kernels.burnin import checks, curve
-from kernels.burnin.verdicts import Verdict, line, run
+from kernels.burnin import verdicts as page
+from kernels.burnin.verdicts import Verdict, run
 from quant import gpu
 from quant.backend import backend
 from quant.formats import MXFP4, MXFP8, NVFP4, NVFP4_2D
@@ -215,24 +216,19 @@ def gemms(
 def proven(device: torch.device) -> list[Verdict]:
     """Verdicts of the checks on bytes and sums."""
     chosen = [(n, c) for n, c in checks.checks() if n.startswith(BYTE_CHECKS) and "speed" not in n]
-    return run(chosen, device, report=lambda v: print(line(v), file=sys.stderr, flush=True))
+    return run(chosen, device, report=lambda v: print(page.line(v), file=sys.stderr, flush=True))
 
 
 def report(result: dict, *, as_json: bool) -> None:
     """Print one JSON object, or the method and a table."""
-    if as_json:
-        print(json.dumps(result))
-        return
-    print(__doc__)
-    print(result["machine"])
-    print(f"{'':40}{'us':>10}{'rate':>18}{'share':>8}")
-    for row in result["rows"]:
+
+    def line(row: dict) -> str:
         rate = f"{row['rate']:.2f} {row['unit']}"
-        print(f"{row['name']:40}{row['microseconds']:>10.1f}{rate:>18}{row['share']:>8.2f}")
-    for name, value in result["ratios"].items():
-        print(f"{name} = {value}")
-    for reason in result["left_out"]:
-        print(f"left out: {reason}")
+        return f"{row['name']:40}{row['microseconds']:>10.1f}{rate:>18}{row['share']:>8.2f}"
+
+    header = f"{'':40}{'us':>10}{'rate':>18}{'share':>8}"
+    left_out = [f"left out: {reason}" for reason in result["left_out"]]
+    show(__doc__, result, header, line, left_out, as_json=as_json)
 
 
 def main() -> int:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import platform
 import statistics
 import sys
@@ -37,6 +36,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.report import show
 from kernels import cpu
 from model import HybridModel, ModelConfig
 from quant.backend import backend
@@ -268,19 +268,15 @@ def main() -> None:
 
 def report(result: dict, *, as_json: bool) -> None:
     """Print one JSON object, or the method and a table."""
-    if as_json:
-        print(json.dumps(result))
-        return
-    print(__doc__)
-    print(result["machine"])
-    print(f"{'':24}{'ms':>10}{'M elements/s':>16}")
-    for row in result["rows"]:
+
+    def line(row: dict) -> str:
         rate = row.get("million_elements_per_second", "")
-        print(f"{row['name']:24}{row['milliseconds']:>10}{rate:>16}")
-    for name, value in result["ratios"].items():
-        print(f"{name} = {value}")
-    if "pack_rne_vs_torchao_compiled" not in result["ratios"]:
-        print("no pack_*_vs_torchao_compiled: torchao is not installed (pip install torchao)")
+        return f"{row['name']:24}{row['milliseconds']:>10}{rate:>16}"
+
+    missing = "pack_rne_vs_torchao_compiled" not in result["ratios"]
+    why = "no pack_*_vs_torchao_compiled: torchao is not installed (pip install torchao)"
+    header = f"{'':24}{'ms':>10}{'M elements/s':>16}"
+    show(__doc__, result, header, line, [why] if missing else [], as_json=as_json)
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ def _whole_max(v):
 @triton.jit
 def amax_kernel(
     x_ptr,
-    num_tokens,
-    num_features,
+    num_rows,
+    num_columns,
     amax_ptr,
     nonfinite_ptr,
     SIGNS: tl.constexpr,
@@ -63,8 +63,8 @@ def amax_kernel(
 ):
     """x_ptr: words of two BF16, or FP32; amax_ptr: int32 bits of FP32 [2]. Both start at zero."""
     t_block, k_block = own_block(WARPS)
-    k_blocks = num_features // 16
-    tokens = tl.where(k_block < k_blocks, num_tokens - t_block * 16, 0)[:, :, :, None]
+    k_blocks = num_columns // 16
+    tokens = tl.where(k_block < k_blocks, num_rows - t_block * 16, 0)[:, :, :, None]
     ptr, row_words = block_words(x_ptr, t_block, k_block, k_blocks, BF16)
     LOADS: tl.constexpr = loads(BF16)
     amax_x = tl.zeros([WARPS, 8, 4], tl.float32)

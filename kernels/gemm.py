@@ -71,6 +71,7 @@ _DECODE = (
     Tiling(128, 128, 64, 3, 8, False, 1),
     Tiling(128, 256, 32, 4, 8, False, 2),
 )
+_DATACENTER_DECODE = (Tiling(128, 128, 32, 3, 8, False, 1),)
 _WORKSTATION_DECODE = (Tiling(128, 128, 32, 2, 8, False, 1),)
 _INTERPRETER = (Tiling(128, 128, 128, 1, 1, False, 1), Tiling(128, 256, 128, 1, 1, False, 2))
 
@@ -80,7 +81,7 @@ def tilings(target: int, decode: bool) -> tuple[Tiling, ...]:
     if target == INTERPRETER:
         return _INTERPRETER
     if decode:
-        return _WORKSTATION_DECODE if target == 120 else _DECODE
+        return {90: _DECODE, 120: _WORKSTATION_DECODE}.get(target, _DATACENTER_DECODE)
     return _WORKSTATION if target == 120 else _DATACENTER
 
 

@@ -55,8 +55,8 @@ def _encode_block(
 @triton.jit
 def quantize_rowcol_kernel(
     x_ptr,
-    num_tokens,
-    num_features,
+    num_rows,
+    num_columns,
     row_params_ptr,
     row_codes_ptr,
     row_scales_ptr,
@@ -76,8 +76,8 @@ def quantize_rowcol_kernel(
     """x_ptr: words of two BF16, or FP32. Codes: words of eight. ROW, COLUMN: 0 off, 1 RNE, 2 SR."""
     t_block, k_block = own_block(WARPS)
     token, feature = t_block * 16, k_block * 16
-    k_blocks, t_blocks = num_features // 16, (num_tokens + 15) // 16
-    tokens = tl.where(k_block < k_blocks, num_tokens - token, 0)
+    k_blocks, t_blocks = num_columns // 16, (num_rows + 15) // 16
+    tokens = tl.where(k_block < k_blocks, num_rows - token, 0)
     tokens4 = tokens[:, :, :, None]
     two = tl.arange(0, 2)[None, None, None, :]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from kernels import dequantize, mx
 from kernels.amax import amax_kernel
 from kernels.aot import TARGETS, Variant
@@ -17,6 +20,8 @@ from kernels.weight import quantize_weight_kernel
 # The signs only exchange sums and differences; any will do.
 _SIGNS = sign_bits((1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1))
 _KEY = ("i32",) * 5
+CODES = 4.5 / 8
+"""Bytes of an element of NVFP4, its share of the block scale included."""
 _NEAREST = r"cvt\.rn\.satfinite\.e2m1x2\.f32"
 _STOCHASTIC = r"cvt\.rs\.satfinite\.e2m1x4\.f32"
 _ANY_HARDWARE = r"cvt\.r[ns]\.satfinite\.e2m1"
@@ -41,98 +46,78 @@ def _converts(copies: list[int], elements: int, rht: bool = False) -> dict[int, 
 _FORBIDDEN = {90: (_ANY_HARDWARE, r"f32x2"), 120: (_STOCHASTIC,)}
 
 
-def _rowcol(name: str, row: int, column: int, *, bf16: bool = True, signs: int = _SIGNS) -> Variant:
-    elements = TILE_ELEMENTS
-    copies = [c for c in (row, column) if c]
+def _by_blocks(
+    name: str,
+    kernel: Any,
+    signature: Mapping[str, Any],
+    bytes_per_element: float,
+    constants: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Variant:
+    """A kernel whose threads own 16 x 16 elements; `signature` without the matrix's size."""
     return Variant(
         name=name,
-        kernel=quantize_rowcol_kernel,
-        signature={
-            "x_ptr": "*i32" if bf16 else "*fp32",
-            "num_tokens": "i32",
-            "num_features": "i32",
-            "row_params_ptr": "*fp32",
-            "row_codes_ptr": "*i32",
-            "row_scales_ptr": "*u8",
-            "row_key": _KEY,
-            "col_params_ptr": "*fp32",
-            "col_codes_ptr": "*i32",
-            "col_scales_ptr": "*u8",
-            "col_key": _KEY,
-        },
-        constants={
-            "ROW": row,
-            "COLUMN": column,
-            "SIGNS": signs,
-            "SWIZZLED": True,
-            "BF16": bf16,
-            "WARPS": NUM_WARPS,
-        },
+        kernel=kernel,
+        signature={**signature, "num_rows": "i32", "num_columns": "i32"},
+        constants={"WARPS": NUM_WARPS, **(constants or {})},
         num_warps=NUM_WARPS,
-        elements=elements,
-        bytes_per_element=(2 if bf16 else 4) + len(copies) * 4.5 / 8,
+        elements=TILE_ELEMENTS,
+        bytes_per_element=bytes_per_element,
+        **more,
+    )
+
+
+def _words(bf16: bool) -> tuple[str, int]:
+    """Type of a pointer to the words of a matrix, and the bytes of its elements."""
+    return ("*i32", 2) if bf16 else ("*fp32", 4)
+
+
+def _rowcol(name: str, row: int, column: int, *, bf16: bool = True, signs: int = _SIGNS) -> Variant:
+    copies = [c for c in (row, column) if c]
+    words, size = _words(bf16)
+    made = {"params_ptr": "*fp32", "codes_ptr": "*i32", "scales_ptr": "*u8", "key": _KEY}
+    both = {f"{copy}_{key}": value for copy in ("row", "col") for key, value in made.items()}
+    return _by_blocks(
+        name,
+        quantize_rowcol_kernel,
+        {"x_ptr": words, **both},
+        size + len(copies) * CODES,
+        {"ROW": row, "COLUMN": column, "SIGNS": signs, "SWIZZLED": True, "BF16": bf16},
         required=_converts(copies, 256, rht=bool(column) and signs >= 0),
         forbidden=_FORBIDDEN,
     )
 
 
 def _amax(name: str, signs: int, bf16: bool = True) -> Variant:
-    return Variant(
-        name=name,
-        kernel=amax_kernel,
-        signature={
-            "x_ptr": "*i32" if bf16 else "*fp32",
-            "num_tokens": "i32",
-            "num_features": "i32",
-            "amax_ptr": "*i32",
-            "nonfinite_ptr": "*i64",
-        },
-        constants={"SIGNS": signs, "BF16": bf16, "WARPS": NUM_WARPS},
-        num_warps=NUM_WARPS,
-        elements=TILE_ELEMENTS,
-        bytes_per_element=2 if bf16 else 4,
+    words, size = _words(bf16)
+    return _by_blocks(
+        name,
+        amax_kernel,
+        {"x_ptr": words, "amax_ptr": "*i32", "nonfinite_ptr": "*i64"},
+        size,
+        {"SIGNS": signs, "BF16": bf16},
         cold=r"REDG?\..*ADD",
     )
 
 
 def _weight(name: str, bf16: bool = True) -> Variant:
-    return Variant(
-        name=name,
-        kernel=quantize_weight_kernel,
-        signature={
-            "w_ptr": "*i32" if bf16 else "*fp32",
-            "num_rows": "i32",
-            "num_columns": "i32",
-            "params_ptr": "*fp32",
-            "codes_ptr": "*i32",
-            "scales_ptr": "*u8",
-            "transposed_codes_ptr": "*i32",
-            "transposed_scales_ptr": "*u8",
-        },
-        constants={"SWIZZLED": True, "BF16": bf16, "WARPS": NUM_WARPS},
-        num_warps=NUM_WARPS,
-        elements=TILE_ELEMENTS,
-        bytes_per_element=(2 if bf16 else 4) + 2 * 4.5 / 8,
+    words, size = _words(bf16)
+    made = {"codes_ptr": "*i32", "scales_ptr": "*u8"}
+    transposed = {f"transposed_{key}": value for key, value in made.items()}
+    return _by_blocks(
+        name,
+        quantize_weight_kernel,
+        {"w_ptr": words, "params_ptr": "*fp32", **made, **transposed},
+        size + 2 * CODES,
+        {"SWIZZLED": True, "BF16": bf16},
         required=_converts([1], 256),
         forbidden=_FORBIDDEN,
     )
 
 
 def _transpose() -> Variant:
-    return Variant(
-        name="transpose codes",
-        kernel=transpose_codes_kernel,
-        signature={
-            "codes_ptr": "*i32",
-            "num_rows": "i32",
-            "num_columns": "i32",
-            "out_ptr": "*i32",
-        },
-        constants={"WARPS": NUM_WARPS},
-        num_warps=NUM_WARPS,
-        elements=TILE_ELEMENTS,
-        bytes_per_element=1,
-    )
+    signature = {"codes_ptr": "*i32", "out_ptr": "*i32"}
+    return _by_blocks("transpose codes", transpose_codes_kernel, signature, 1)
 
 
 def _dequantize(name: str, bits: int, block: int, e8m0: bool) -> Variant:

@@ -54,6 +54,7 @@ def checks() -> list[tuple[str, Check]]:
         *((f"GEMM {name}", partial(products, kernel=name)) for name in KERNELS),
         ("GEMM twice, the same bits", same_gemm),
         ("step oracle, one linear", oracle),
+        ("step oracle, two steps", oracle_steps),
         ("a step twice, the same bits", same_step),
         ("collectives", collectives),
         ("bandwidth and BF16 peak", peaks),
@@ -282,16 +283,28 @@ def same_gemm(device: torch.device) -> str:
     return ", ".join(ran)
 
 
-def oracle(device: torch.device, shape: tuple[int, int, int] = (48, 64, 96)) -> str:
-    """Forward and backward of one linear, by the NumPy oracle that knows nothing of `quant`."""
+def _needs_the_oracle() -> None:
     if (
         importlib.util.find_spec("tests") is None
         or importlib.util.find_spec("tests.oracle") is None
     ):
         raise NotCheckedError("tests/oracle is not here: run from a checkout of the repository")
+
+
+def oracle(device: torch.device, shape: tuple[int, int, int] = (48, 64, 96)) -> str:
+    """Forward and backward of one linear, by the NumPy oracle that knows nothing of `quant`."""
+    _needs_the_oracle()
     from kernels.burnin.oracle import compare_linear
 
     return compare_linear(device, shape)
+
+
+def oracle_steps(device: torch.device) -> str:
+    """Two whole steps of a hybrid, by the same oracle."""
+    _needs_the_oracle()
+    from kernels.burnin.oracle import SLACK, compare_steps
+
+    return compare_steps(device, SLACK)
 
 
 def same_step(device: torch.device, tokens: int = 512) -> str:

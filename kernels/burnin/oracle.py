@@ -1,9 +1,11 @@
-"""One linear's forward and backward pass beside the NumPy oracle of `tests/oracle`.
+"""One linear, and two steps of a hybrid, beside the oracle of `tests/oracle`.
 
 Legend: T tokens, K features in, N features out.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from kernels.burnin.verdicts import CheckError
 from quant import apply_recipe, named_recipe
+from tests.oracle import compare, paths
 from tests.oracle import linear as oracle
 
 SEED, STEP, MICROBATCH = 2**40 + 3, 7, 1
@@ -47,6 +50,35 @@ def compare_linear(device: torch.device, shape: tuple[int, int, int]) -> str:
         if not right.all():
             raise CheckError(f"{name}: {int((~right).sum())} of {right.size} values out of bounds")
     return f"y, dx and dW of {t} x {k} x {n}: {sum(r.size for r in allowed.values()):,} values"
+
+
+SLACK = {"x": 2.0**-7, "dy": 2.0**-6, "gradient": 2.0**-6}
+"""Of a tensor's largest magnitude: what lies between the linears, where a card adds in another
+order than a CPU and may round a convolution's operands to TF32."""
+
+
+def compare_steps(device: torch.device, slack: Mapping[str, float] | None = None) -> str:
+    """Two optimizer steps of a hybrid with all kinds of blocks, linear by linear.
+
+    The oracle replays what happened: every y, dx and dW must be right for the values that its
+    linear was given, and these equal to the oracle's, within `slack`. 64 tokens and features in
+    multiples of 32, so that FP4 tensor cores take each quantized GEMM.
+
+    Raises:
+        CheckError: something disagrees.
+    """
+    path = paths.Path(recipe="nvfp4", row_length=32)
+    calls = 0
+    for task, witness in paths.walk(path, str(device)):
+        mismatches, passes = compare.compare(task, witness, slack=slack)
+        if mismatches:
+            raise CheckError(
+                f"{len(mismatches)} figures disagree: {compare.shown(mismatches[:3])}".replace(
+                    "\n", "; "
+                )
+            )
+        calls += len(passes.records)
+    return f"two steps of {path.config.pattern}: {calls} calls of linears, gradients and updates"
 
 
 def _step(x_TK: Tensor, w_NK: Tensor, dy_TN: Tensor, device: torch.device) -> list[Tensor]:

@@ -195,6 +195,20 @@ def test_a_linear_on_this_machine_is_the_oracle_s():
 
 
 @pytest.mark.slow
+def test_two_steps_on_this_machine_are_the_oracle_s_to_the_bit(monkeypatch: pytest.MonkeyPatch):
+    from kernels.burnin.oracle import SLACK, compare_steps
+
+    assert "two steps" in compare_steps(CPU)
+    # What a card's own order of sums may do passes; a scale that is wrong does not.
+    from quant import linear
+
+    plain = linear.gemm
+    monkeypatch.setattr(linear, "gemm", lambda *args: plain(*args) * 1.01)
+    with pytest.raises(CheckError, match="y of"):
+        compare_steps(CPU, SLACK)
+
+
+@pytest.mark.slow
 def test_two_equal_steps_of_a_hybrid_are_equal_here():
     from kernels.burnin.checks import same_step
 

@@ -1,10 +1,12 @@
 """What the compiler makes of the kernels stays as good as `figures.json` says, on every target.
 
-After a change for the better, `python -m tests.kernels.test_check` writes the file anew.
+The figures are those of a minor version of Triton: its compiler and its `ptxas` decide them. After
+a change for the better, `python -m tests.kernels.test_check` writes those of the present one anew.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -20,6 +22,11 @@ FIGURES = Path(__file__).with_name("figures.json")
 TOLERANCE = 1.05
 # Compiling takes seconds a kernel: all of them for one target, the largest for the others.
 OTHERS = ("rowcol SR+SR", "weight 16x16")
+
+
+def version() -> str:
+    """Of the installed Triton, such as 3.8."""
+    return ".".join(importlib.metadata.version("triton").split(".")[:2])
 
 
 def rows(*arguments: str) -> list[dict[str, Any]]:
@@ -43,7 +50,7 @@ def test_nothing_spills_and_every_instruction_is_there(measured: list[dict[str, 
 
 
 def test_no_figure_got_worse(measured: list[dict[str, Any]]):
-    figures = json.loads(FIGURES.read_text())
+    figures = json.loads(FIGURES.read_text())[version()]
     for row in measured:
         committed = figures.get(row["kernel"], {}).get(str(row["target"]))
         assert committed, f"no committed figure for {row['kernel']} on sm_{row['target']}"
@@ -60,11 +67,12 @@ def test_the_goals_are_met(measured: list[dict[str, Any]]):
 
 
 def write_figures() -> None:
-    """Write `figures.json` from all kernels on all targets."""
+    """Write this version's part of `figures.json`, from all kernels on all targets."""
     figures: dict[str, dict[str, float]] = {}
+    stored = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
     for row in rows():
         figures.setdefault(row["kernel"], {})[str(row["target"])] = row["instructions_per_element"]
-    FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
+    FIGURES.write_text(json.dumps(stored | {version(): figures}, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ PATHS = {
 }
 
 
-def batches(path: Path, step: int) -> list[tuple[int, Batch]]:
+def batches(path: Path, step: int, device: str = "cpu") -> list[tuple[int, Batch]]:
     """Random tokens in documents; a ragged share of the labels counts."""
     made = []
     for index in path.micro_batches:
@@ -113,13 +113,14 @@ def batches(path: Path, step: int) -> list[tuple[int, Batch]]:
         labels[torch.rand(shape, generator=generator) < 0.1 * (index + 1)] = IGNORED
         sources = torch.zeros(2, dtype=torch.int64)
         documents = document_index(tokens, EOS)
-        made.append((index, Batch(tokens, labels, documents, sources, 2 * index, 2)))
+        tensors = (t.to(device) for t in (tokens, labels, documents, sources))
+        made.append((index, Batch(*tensors, 2 * index, 2)))
     return made
 
 
-def walk(path: Path) -> list[tuple[Step, Witness]]:
+def walk(path: Path, device: str = "cpu") -> list[tuple[Step, Witness]]:
     """Take the path's steps with the pipeline's own code; each with the oracle's task."""
-    model = HybridModel(path.config, activation_checkpointing=path.checkpointing, seed=1)
+    model = HybridModel(path.config, activation_checkpointing=path.checkpointing, seed=1).to(device)
     layers = linear_names(model)
     recipe = named_recipe(path.recipe).with_blocks(path.first, path.last)
     num_blocks = path.config.num_blocks
@@ -127,7 +128,7 @@ def walk(path: Path) -> list[tuple[Step, Witness]]:
     optimizer = build_optimizer(model, TRAIN)
     with compiled(model, path):
         watch = Watch(model, precision, optimizer, compiled=path.compiled != "nothing")
-        return _walk_watched(path, watch, layers)
+        return _walk_watched(path, watch, layers, device)
 
 
 @contextmanager
@@ -148,7 +149,9 @@ def compiled(model: HybridModel, path: Path) -> Iterator[None]:
     torch.compiler.reset()
 
 
-def _walk_watched(path: Path, watch: Watch, layers: list[str]) -> list[tuple[Step, Witness]]:
+def _walk_watched(
+    path: Path, watch: Watch, layers: list[str], device: str
+) -> list[tuple[Step, Witness]]:
     model, precision, num_blocks = watch.model, watch.precision, path.config.num_blocks
     walked = []
     for position, mode in enumerate(path.modes):
@@ -159,7 +162,7 @@ def _walk_watched(path: Path, watch: Watch, layers: list[str]) -> list[tuple[Ste
         rate = TRAIN.learning_rate / (1 + position)
         with quantizers(path.quantizers):
             witness = watch.step(
-                batches(path, step), step=step, learning_rate=rate, clip_norm=CLIP_NORM
+                batches(path, step, device), step=step, learning_rate=rate, clip_norm=CLIP_NORM
             )
         task = Step(
             config=path.config,

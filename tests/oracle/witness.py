@@ -46,7 +46,7 @@ class Witness:
 
 
 def array(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().float().numpy().copy()
+    return tensor.detach().float().cpu().numpy().copy()
 
 
 def parameters(model: nn.Module) -> Arrays:
@@ -99,7 +99,10 @@ class Watch:
 
     def step(self, micro_batches: Sequence[tuple[int, Batch]], **settings: Any) -> Witness:
         """Run ``train_step`` and note all that it does."""
-        batches = [MicroBatch(i, b.tokens_BT, b.labels_BT, b.seq_idx_BT) for i, b in micro_batches]
+        batches = [
+            MicroBatch(i, b.tokens_BT.cpu(), b.labels_BT.cpu(), b.seq_idx_BT.cpu())
+            for i, b in micro_batches
+        ]
         before = parameters(self.model), moments(self.model, self.optimizer)
         self.witness = Witness(*before, batches)
         self.witness.result = train_step(
@@ -117,7 +120,7 @@ class Watch:
     def _begin(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         if torch.is_grad_enabled():
             expected = self.witness.micro_batches[len(self.witness.gradients)].tokens
-            assert torch.equal(args[0], expected)
+            assert torch.equal(args[0].cpu(), expected)
             self.witness.gradients.append({})
             self._note_frames()
 
