@@ -33,6 +33,18 @@ def _start() -> None:
     torch.set_num_threads(1)
     interpreter._convert_float = convert_float
     interpreter._patch_lang = patch_once(interpreter._patch_lang)
+    torch.empty = poisoned  # type: ignore[assignment]
+
+
+_empty = torch.empty
+
+
+def poisoned(*size: Any, **options: Any) -> torch.Tensor:
+    """`torch.empty` that is not: what a kernel leaves unwritten, padding above all, shows."""
+    made = _empty(*size, **options)
+    if made.numel():
+        made.view(torch.uint8).fill_(0x5A)
+    return made
 
 
 def patch_once(patch_lang: Callable[..., Any]) -> Callable[..., Any]:
