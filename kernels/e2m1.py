@@ -79,34 +79,32 @@ def _stochastic_hardware() -> list[str]:
 
 
 @triton.constexpr_function
-def _software_nearest() -> list[str]:
-    """Codes in the lowest bits of c0..c7, by the FP32 adder, which rounds to nearest.
+def _software_nearest(i: int) -> str:
+    """The code of v{i} in the lowest bits of c{i}, by the FP32 adder, which rounds to nearest.
 
     With e the exponent of the value, at least that of 1, the step is 2^(e - 1), and the code is
-    the number of steps plus 2e. The adder is given 2^(e + 22), whose last place is that step, and
-    2e in its lowest bits.
+    the number of steps plus 2e. The adder is given 2^(e + 22), whose last place is that step.
+    Three bits are kept, so what is a multiple of eight drops out; the 2 brings the rest there.
     """
-    return [
+    return (
         f"abs.f32 a, v{i}; min.f32 a, a, 0f40C00000;"
         " max.s32 b, a, 0x3F800000; and.b32 b, b, 0x7F800000;"
-        " shr.u32 s, b, 22; add.s32 s, s, b; add.s32 s, s, 0x0B000002;"
-        f" add.rn.f32 c{i}, a, s;"
-        for i in range(8)
-    ]
+        " add.s32 s, b, 0x0B000002; add.rn.f32 a, a, s;"
+        f" shr.u32 b, b, 22; add.s32 c{i}, a, b;"
+    )
 
 
 @triton.constexpr_function
-def _software_stochastic() -> list[str]:
-    """Codes in the lowest bits of the highest bytes of c0..c7.
+def _software_stochastic(i: int) -> str:
+    """The code of v{i} in the lowest bits of the highest byte of c{i}.
 
     Times 2^-126, E2M1's subnormal numbers become those of FP32, and the code is what stands above
     bit 22. A product cut off, not rounded, leaves floor(256 frac) in the eight bits below it.
     """
-    return [
+    return (
         f"abs.f32 a, v{i}; min.f32 a, a, 0f40C00000; mul.rz.f32 a, a, 0f00800000;"
         f" prmt.b32 r, ${11 + i // 4}, 0, {0x4044 | (i % 4) << 8:#x}; mad.lo.u32 c{i}, a, 4, r;"
-        for i in range(8)
-    ]
+    )
 
 
 @triton.constexpr_function
@@ -122,15 +120,17 @@ def _bytes_of(names: list[str], byte: int, target: str) -> str:
 @triton.constexpr_function
 def _software(stochastic: bool) -> list[str]:
     """The word from c0..c7 and the signs of v0..v7: four elements at a time, a byte each."""
-    byte = 3 if stochastic else 0
+    convert, byte = (_software_stochastic, 3) if stochastic else (_software_nearest, 0)
+    even, odd = (0, 2, 4, 6), (1, 3, 5, 7)
     return [
         ".reg .b32 a, b, r, s, e, o, c<8>;",
-        *(_software_stochastic() if stochastic else _software_nearest()),
-        _bytes_of([f"c{i}" for i in (0, 2, 4, 6)], byte, "e"),
-        _bytes_of([f"v{i}" for i in (0, 2, 4, 6)], 3, "s"),
+        *(convert(i) for i in even),
+        _bytes_of([f"c{i}" for i in even], byte, "e"),
+        _bytes_of([f"v{i}" for i in even], 3, "s"),
         "shr.u32 s, s, 4; lop3.b32 e, s, e, 0x08080808, 0xE4;",
-        _bytes_of([f"c{i}" for i in (1, 3, 5, 7)], byte, "o"),
-        _bytes_of([f"v{i}" for i in (1, 3, 5, 7)], 3, "s"),
+        *(convert(i) for i in odd),
+        _bytes_of([f"c{i}" for i in odd], byte, "o"),
+        _bytes_of([f"v{i}" for i in odd], 3, "s"),
         "shl.b32 o, o, 4; lop3.b32 o, s, o, 0x80808080, 0xE4;",
         "lop3.b32 $0, e, o, 0x0F0F0F0F, 0xE4;",
     ]

@@ -269,11 +269,11 @@ class _Call:
         """What Wgrad may add its product to, if adding is all that autograd would do with it."""
         if not self.layer.shared.adds_weight_gradients or self.recording or not w_NK.is_leaf:
             return None
-        watched = w_NK._backward_hooks or w_NK._post_accumulate_grad_hooks
         total = w_NK.grad
-        if watched or total is None or total.dtype != torch.float32 or not total.is_contiguous():
+        if total is None or w_NK._backward_hooks or w_NK._post_accumulate_grad_hooks:
             return None
-        return total
+        written_in_tiles = total.is_contiguous() and total.data_ptr() % 16 == 0
+        return total if written_in_tiles and total.dtype == torch.float32 else None
 
     def fprop(self, x: Tensor, w_NK: Tensor, *, keep_column: bool) -> tuple[Tensor, Factor | None]:
         """y [..., N] in x's dtype, and x's column copy [K, T] where Wgrad will need it."""
