@@ -54,7 +54,7 @@ class Decoded:
 
 
 Factor = QuantizedTensor | Decoded
-Gemm = Callable[[Factor, Factor, Choice, Tensor | None], Tensor]
+Gemm = Callable[..., Tensor]  # (a, b, choice, total=None)
 
 BACKENDS = (*dispatch.BACKENDS, "reference")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -234,9 +235,9 @@ def operands(recipe: str) -> dict[str, tuple[bytes, bytes]]:
     factors: list[QuantizedTensor] = []
     original = linear_module.gemm
 
-    def record(a: QuantizedTensor, b: QuantizedTensor, backend: str) -> Tensor:
+    def record(a: QuantizedTensor, b: QuantizedTensor, *rest: Any) -> Tensor:
         factors.extend((a, b))
-        return original(a, b, backend)
+        return original(a, b, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear_module, "gemm", record)
