@@ -132,6 +132,9 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ],
         "global_scales": [pointer, real, real, pointer],
         "amax_and_nonfinite": [pointer, integer, long, pointer, pointer, integer],
+        "read_ranges": [
+            pointer, long, pointer, long, pointer, long, pointer, pointer, pointer,
+        ],
         "lay_out_rows": [
             pointer, integer, long, long, long, long, long, pointer, pointer, pointer,
         ],
@@ -351,6 +354,38 @@ def rht_transpose(
         torch.get_num_threads(),
     )
     return y_KT, (amax[0], amax[1]), nonfinite
+
+
+def read_ranges(
+    file: NDArray[np.uint8],
+    sums: NDArray[np.uint64],
+    begin_K: NDArray[np.int64],
+    row_K: NDArray[np.int64],
+    out: NDArray[Any],
+) -> NDArray[np.bool_]:
+    """Copy ranges of a file into rows of `out`; which of them are as they were written [K].
+
+    Args:
+        file, sums: the file's bytes, and the sums of its blocks (`pipeline.data.blocks`).
+        begin_K: where each range begins, in bytes; it is as long as a row of `out`.
+        row_K: to which row it goes.
+        out: contiguous [rows, elements].
+    """
+    assert out.flags.c_contiguous
+    begin_K, row_K = np.ascontiguousarray(begin_K), np.ascontiguousarray(row_K)
+    intact_K = np.empty(len(begin_K), np.bool_)
+    _library().read_ranges(
+        file.ctypes.data,
+        file.nbytes,
+        sums.ctypes.data,
+        len(begin_K),
+        begin_K.ctypes.data,
+        out.shape[1] * out.itemsize,
+        row_K.ctypes.data,
+        out.ctypes.data,
+        intact_K.ctypes.data,
+    )
+    return intact_K
 
 
 def lay_out_rows(

@@ -1,9 +1,11 @@
-// Rows of token ids as a language model reads them: ids, labels and document numbers in one pass.
+// Rows of token ids: read from a mapped file with their check, and laid out as a language model reads
+// them (ids, labels and document numbers) in one pass each.
 //
 // A unit is `length` + 1 stored ids, the last one being the label of the one before; it is cut into
 // rows of `row` ids. Legend: U units.
 
 #include <cstdint>
+#include <cstring>
 
 namespace {
 
@@ -42,9 +44,34 @@ void lay_out_units(const Id *ids, int64_t units, int64_t length, int64_t row, in
                      tokens + u * length, labels + u * length, numbers + u * length);
 }
 
+constexpr int64_t BLOCK = 512;  // bytes under one sum, as in pipeline/data/blocks.py
+
+uint64_t sum_of_block(const uint8_t *bytes, int64_t count) {
+    uint64_t words[BLOCK / 8] = {};  // an incomplete last block counts as if zeros followed
+    std::memcpy(words, bytes, count);
+    uint64_t sum = 0;
+    for (uint64_t word : words) sum += word;
+    return sum;
+}
+
 }  // namespace
 
 extern "C" {
+
+// Copy `num` ranges of `count` bytes, which begin at `begins`, out of a file of `size` bytes to the
+// rows `rows` of `out`; `intact` says of each whether the blocks it lies in have their sums.
+void read_ranges(const uint8_t *file, int64_t size, const uint64_t *sums, int64_t num,
+                 const int64_t *begins, int64_t count, const int64_t *rows, uint8_t *out,
+                 uint8_t *intact) {
+    for (int64_t k = 0; k < num; ++k) {
+        const int64_t begin = begins[k], end = begin + count;
+        bool same = true;
+        for (int64_t at = begin / BLOCK * BLOCK; at < end; at += BLOCK)
+            same &= sum_of_block(file + at, size - at < BLOCK ? size - at : BLOCK) == sums[at / BLOCK];
+        std::memcpy(out + rows[k] * count, file + begin, count);
+        intact[k] = same;
+    }
+}
 
 // ids [U, length + 1] of `size` bytes each -> tokens, labels, numbers [U * length].
 // A document's last id gets `label_at_end` as its label where that is negative, else what follows.

@@ -7,7 +7,7 @@ A sum costs less than the copy that it guards and finds every change of one word
 others but for one in 2^64. A range is read with the blocks that it lies in, from local disk or by
 range from an object store.
 
-Legend: K ranges, T tokens of each, B blocks that cover them, W words of a block.
+Legend: K ranges.
 """
 
 from __future__ import annotations
@@ -118,55 +118,28 @@ class LocalFiles(ShardFiles):
         self._open = lru_cache(_OPEN_FILES)(self._map)
 
     def read_many(
-        self, shard: Mapping[str, Any], begin_K: Integers, count: int
-    ) -> tuple[Tokens, NDArray[np.bool_]]:
-        """Ranges of equal length [K, T], and which of them are as they were written."""
-        size = self.dtype.itemsize
-        num_blocks = (count * size + BLOCK - 2) // BLOCK + 1  # wherever a range begins
-        whole = shard["size"] // BLOCK  # the last block may be incomplete
-        inside = int(begin_K.max() + count) * size <= whole * BLOCK
-        if not inside or num_blocks > whole:
-            return self._one_by_one(shard, begin_K, count)
+        self, shard: Mapping[str, Any], begin_K: Integers, row_K: Integers, out: Tokens
+    ) -> NDArray[np.bool_]:
+        """Write the ranges of a row's length that begin at `begin_K` to rows of `out`.
+
+        Returns which of them [K] are as they were written.
+        """
+        from kernels import cpu  # imports torch, which most users of a corpus do without
+
         try:
             raw, sums = self._mapped(shard)
         except DamagedShardError:
-            return np.zeros((len(begin_K), count), self.dtype), np.zeros(len(begin_K), bool)
-        words = raw[: whole * BLOCK].view("<u8")
-        out_KT, intact_K = self._gather(words, sums, begin_K, count, num_blocks)
-        if not intact_K.all():  # perhaps in a block beside the range, which is none of its own
-            bad = np.flatnonzero(~intact_K)
-            out_KT[bad], intact_K[bad] = self._one_by_one(shard, begin_K[bad], count)
-        return out_KT, intact_K
+            return np.zeros(len(begin_K), bool)
+        if not cpu.available():
+            pairs = zip(begin_K.tolist(), row_K.tolist(), strict=True)
+            return np.array([self._read_one(shard, begin, out, row) for begin, row in pairs])
+        return cpu.read_ranges(raw, sums, begin_K * self.dtype.itemsize, row_K, out)
 
-    def _one_by_one(
-        self, shard: Mapping[str, Any], begin_K: Integers, count: int
-    ) -> tuple[Tokens, NDArray[np.bool_]]:
-        out_KT = np.zeros((len(begin_K), count), self.dtype)
-        intact_K = np.zeros(len(begin_K), bool)
-        for k, begin in enumerate(begin_K.tolist()):
-            with contextlib.suppress(DamagedShardError):
-                out_KT[k] = self.read(shard, begin, count)
-                intact_K[k] = True
-        return out_KT, intact_K
-
-    def _gather(
-        self,
-        words: NDArray[np.uint64],
-        sums: NDArray[np.uint64],
-        begin_K: Integers,
-        count: int,
-        num_blocks: int,
-    ) -> tuple[Tokens, NDArray[np.bool_]]:
-        """Ranges within whole blocks: copied with their blocks, summed, and cut out."""
-        size = self.dtype.itemsize
-        last = len(words) // _WORDS - num_blocks
-        first_K = np.minimum(begin_K * size // BLOCK, last)
-        words_KX = _windows(words, num_blocks * _WORDS, _WORDS)[first_K]
-        found_KB = words_KX.reshape(-1, num_blocks, _WORDS).sum(axis=2)
-        intact_K = (found_KB == _windows(sums, num_blocks)[first_K]).all(axis=1)
-        offset_K = begin_K - first_K * (BLOCK // size)
-        offset_K += np.arange(len(begin_K)) * (num_blocks * BLOCK // size)
-        return _windows(words_KX.reshape(-1).view(self.dtype), count)[offset_K], intact_K
+    def _read_one(self, shard: Mapping[str, Any], begin: int, out: Tokens, row: int) -> bool:
+        with contextlib.suppress(DamagedShardError):
+            out[row] = self.read(shard, begin, out.shape[1])
+            return True
+        return False
 
     def _bytes(self, shard: Mapping[str, Any], start: int, end: int) -> Raw:
         return self._mapped(shard)[0][start:end]
@@ -219,10 +192,3 @@ class RemoteFiles(ShardFiles):
         if len(raw) != end - start:
             raise DamagedShardError(self.place, file, f"ends before byte {end:,}")
         return np.frombuffer(raw, np.uint8)
-
-
-def _windows(flat: NDArray[Any], length: int, step: int = 1) -> NDArray[Any]:
-    """A view of all runs of `length` elements that begin at multiples of `step`."""
-    size = flat.itemsize
-    shape = ((len(flat) - length) // step + 1, length)
-    return np.ndarray(shape, flat.dtype, buffer=flat, strides=(step * size, size))

@@ -1,7 +1,7 @@
 """Units of a planned mixture as they are stored, read some hundred at a time.
 
 What reading costs beside its bytes (the plan, finding shards, a task of Ray Data) is paid once a
-chunk, not once a batch. This file needs no torch, so that the readers on other nodes do not either.
+chunk, not once a batch.
 """
 
 from __future__ import annotations

@@ -139,8 +139,7 @@ class Dataset:
             for shard in np.unique(shard_K[together_K]):
                 at = np.flatnonzero(together_K & (shard_K == shard))
                 entry, begin_K = self._source(name)["shards"][shard], start_K[at] - borders[shard]
-                found_KT, intact_K = self.local.read_many(entry, begin_K, unit_length + 1)
-                tokens_UT[units[at]] = found_KT
+                intact_K = self.local.read_many(entry, begin_K, units[at], tokens_UT)
                 damaged |= dict.fromkeys(units[at[~intact_K]].tolist(), entry["file"])
             rest = np.flatnonzero(~together_K)
             alone += zip(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels import cpu
 from pipeline.data.blocks import BLOCK, DamagedShardError, block_sums
 from pipeline.data.mixture import Mixture
 from pipeline.data.shards import Dataset
@@ -46,10 +47,14 @@ def test_a_sum_changes_with_any_byte_and_zeros_complete_the_last_block() -> None
     assert block_sums(padded).tolist() == sums.tolist()
 
 
-@pytest.mark.parametrize("uri", [None, "memory://corpus"])
+@pytest.mark.parametrize(
+    ("uri", "compiled"), [(None, True), (None, False), ("memory://corpus", True)]
+)
 def test_units_are_the_stream_s_wherever_shards_and_blocks_end(
-    folder: Path, uri: str | None
+    folder: Path, uri: str | None, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not compiled:
+        monkeypatch.setattr(cpu, "available", lambda: False)
     if uri:
         upload(folder, uri)
     dataset = Dataset.open(folder, uri)
@@ -83,11 +88,19 @@ def of_another_tokenizer(path: Path) -> None:
 DAMAGES = [flip, truncate, Path.unlink, of_another_tokenizer]
 
 
-@pytest.mark.parametrize("uri", [None, "memory://damaged"])
+@pytest.mark.parametrize(
+    ("uri", "compiled"), [(None, True), (None, False), ("memory://damaged", True)]
+)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_shard_is_named_by_the_units_that_need_it_and_leaves_the_rest(
-    folder: Path, damage: Callable[[Path], None], uri: str | None
+    folder: Path,
+    damage: Callable[[Path], None],
+    uri: str | None,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if not compiled:
+        monkeypatch.setattr(cpu, "available", lambda: False)
     sound = stream_of(folder).read(0, 200, UNIT)
     damage(folder / "code-00003.tokens")
     if uri:

@@ -232,6 +232,7 @@ def test_a_reader_of_ray_data_that_is_killed_loses_and_repeats_nothing(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_batches_for_a_gpu_lie_in_page_locked_memory(stream: MixtureStream) -> None:
     [batch] = stream.iterate([(0, 4, UNIT)], pin=True)
     for name in ("tokens_BT", "labels_BT", "seq_idx_BT", "source_B"):
