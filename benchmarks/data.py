@@ -399,9 +399,9 @@ def resume_ratio(folder: Path) -> float:
 
 
 def wait_share(folder: Path) -> float:
-    """Seconds that 60 steps of the default run waited for batches, over all their seconds."""
+    """Seconds that 30 steps of the default run waited for batches, over all their seconds."""
     command = [sys.executable, "-m", "pipeline", "run", f"root={folder / 'runs'}"]
-    tokens = 60 * 4096
+    tokens = 30 * 4096
     run([*command, "stages=[prepare,train]", "tracking.offline=true", f"train.tokens={tokens}"])
     [metrics] = (folder / "runs").glob("*/metrics.jsonl")
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
