@@ -1,60 +1,86 @@
-"""Our model as an lm-evaluation-harness model. Importing this file imports the harness (2 s).
-
-Shapes: B sequences of a batch, T positions, N scored tokens of a batch, V vocabulary, D hidden.
-"""
+"""A language model as lm-evaluation-harness's own. Importing this imports the harness (2 s)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
-import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tokenizers import Tokenizer
-from torch import Tensor
 
-from model import HybridModel
+from evals.scoring import Prompts, Score, Scorer, plan_batches
 
-Pair = tuple[list[int], list[int]]  # context tokens and the tokens to score after them
-DEFAULT_NEW_TOKENS = 128
+Request = tuple[Any, list[int], list[int]]  # cache key, context tokens, tokens to score after them
+DEFAULT_NEW_TOKENS = 256  # the harness's own
+
+
+class Workers(Protocol):
+    """Who computes batches: `Scorer.score` or `Scorer.continue_prompts` of each, in order."""
+
+    def map(self, method: str, batches: Iterable[Any]) -> Iterator[Any]: ...
+
+
+class Local:
+    """This process."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.scorer = scorer
+
+    def map(self, method: str, batches: Iterable[Any]) -> Iterator[Any]:
+        return map(getattr(self.scorer, method), batches)
 
 
 class HarnessModel(TemplateLM):
-    """Scores and continues text with `HybridModel`; batches sequences of similar length.
+    """Scores and continues text; the same numbers on any number of workers.
 
-    Padding stands on the right, where a causal model never sees it. Contexts longer than
-    `max_length` lose their beginning. A text without context is conditioned on the end-of-document
-    token, as the harness prescribes; this model learns no prediction at that position, so the
-    score of a text's first token then says little.
+    Contexts longer than `max_length` lose their beginning, as with the harness's own models; how
+    many did is counted in `truncated`. A text without context is conditioned on the tokenizer's
+    beginning-of-text token, or else its end-of-text token, as the harness prescribes; a model that
+    learns no prediction there says little by the score of such a text's first token.
+
+    Args:
+        tokenizer: has `encode(text)` and `decode(ids)`; see `evals.tokenizers`.
+        shares_prefixes: `LanguageModel.shares_prefixes` of the workers' model.
     """
 
     def __init__(
         self,
-        model: HybridModel,
-        tokenizer: Tokenizer,
+        workers: Workers,
+        tokenizer: Any,
         eos_id: int,
         max_length: int,
         batch_size: int = 32,
+        *,
+        prefix_id: int | None = None,
+        shares_prefixes: bool = True,
     ) -> None:
         super().__init__()
-        self.model = model
-        self.hf_tokenizer = tokenizer
+        self.workers = workers
+        self.text_tokenizer = tokenizer
         self.eos_id = eos_id
+        self.prefix_id = eos_id if prefix_id is None else prefix_id
         self.max_length = max_length
         self.batch_size = batch_size
+        self.shares_prefixes = shares_prefixes
+        self.truncated = 0
 
     @property
     def eot_token_id(self) -> int:
         return self.eos_id
 
+    @property
+    def prefix_token_id(self) -> int:
+        return self.prefix_id
+
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: object
     ) -> list[int]:
-        return self.hf_tokenizer.encode(string, add_special_tokens=False).ids
+        return self.text_tokenizer.encode(string, add_special_tokens)
 
     def tok_decode(self, tokens: Sequence[int]) -> str:
-        return self.hf_tokenizer.decode(list(tokens))
+        return self.text_tokenizer.decode(tokens)
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = True
@@ -62,27 +88,41 @@ class HarnessModel(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[object, list[int], list[int]]], **kwargs: object
+        self, requests: Sequence[Request], **kwargs: object
     ) -> list[tuple[float, bool]]:
         """Summed log-likelihood (nats) of each continuation, and whether it is the greedy one.
 
         Raises:
             ValueError: when a continuation alone is longer than `max_length` tokens.
         """
-        pairs = [(context, continuation) for _, context, continuation in requests]
-        results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
-        for indices in self._batches([len(a) + len(b) for a, b in pairs]):
-            for index, result in zip(
-                indices, self._score([pairs[i] for i in indices]), strict=True
-            ):
-                results[index] = result
+
+        def finished(place: int, score: Score) -> None:
+            key = requests[place][0]
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, score)
+
+        pairs = [self._fit(context or [self.prefix_id], rest) for _, context, rest in requests]
+        return self._score(pairs, finished)
+
+    def _score(
+        self,
+        pairs: Sequence[tuple[list[int], list[int]]],
+        finished: Callable[[int, Score], None] = lambda place, score: None,
+    ) -> list[Score]:
+        batches = plan_batches(pairs, self.batch_size, share=self.shares_prefixes)
+        results: list[Score] = [(0.0, True)] * len(pairs)
+        for batch, scores in zip(batches, self.workers.map("score", batches), strict=True):
+            places = [place for group in batch for place in group.places]
+            for place, score in zip(places, scores, strict=True):
+                results[place] = score
+                finished(place, score)
         return results
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[float]:
         """Log-likelihood (nats) of whole texts, in windows that score each token once."""
-        windows: list[tuple[None, list[int], list[int]]] = []
+        windows: list[tuple[list[int], list[int]]] = []
         counts = []
         for request in requests:
             pairs = get_rolling_token_windows(
@@ -92,48 +132,61 @@ class HarnessModel(TemplateLM):
                 context_len=1,
             )
             before = len(windows)
-            windows += [(None, *make_disjoint_window(pair)) for pair in pairs]
+            windows += [make_disjoint_window(pair) for pair in pairs]
             counts.append(len(windows) - before)
-        scores = iter(self._loglikelihood_tokens(windows))
-        return [sum(next(scores)[0] for _ in range(count)) for count in counts]
+        scores = iter(self._score(windows))
+        totals = [sum(next(scores)[0] for _ in range(count)) for count in counts]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Continue each context greedily until a stop string, the end token or `max_gen_toks`.
 
         Raises:
-            ValueError: when a task asks for sampling.
+            ValueError: when a task asks for sampling, or for more tokens than the model takes.
         """
-        prompts = [self.tok_encode(request.args[0]) or [self.eos_id] for request in requests]
         outputs = [""] * len(requests)
-        for indices in self._batches([len(prompt) for prompt in prompts]):
-            settings = [requests[i].args[1] for i in indices]
-            texts = self._generate([prompts[i] for i in indices], settings)
-            for index, text in zip(indices, texts, strict=True):
-                outputs[index] = text
+        batches = list(self._prompt_batches(requests))
+        texts = self.workers.map("continue_prompts", [batch for _, batch in batches])
+        for (places, _), continued in zip(batches, texts, strict=True):
+            for place, text in zip(places, continued, strict=True):
+                outputs[place] = text
+                self.cache_hook.add_partial("generate_until", requests[place].args, text)
         return outputs
 
-    def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
-        """Indices in batches of similar length, the longest first (memory runs out at once)."""
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        for start in range(0, len(order), self.batch_size):
-            yield order[start : start + self.batch_size]
+    def _prompt_batches(self, requests: Sequence[Instance]) -> Iterator[tuple[list[int], Prompts]]:
+        """Places and prompts of each batch: one limit, the same stops, similar lengths."""
+        alike: dict[tuple[int, tuple[str, ...]], list[tuple[list[int], int]]] = {}
+        for place, request in enumerate(requests):
+            text, settings = request.args
+            limit, stops = self._settings(settings)
+            tokens = self.tok_encode(text) or [self.prefix_token_id]
+            self.truncated += len(tokens) > self.max_length - limit
+            tokens = tokens[-(self.max_length - limit) :]
+            alike.setdefault((limit, stops), []).append((tokens, place))
+        for (limit, stops), prompts in alike.items():
+            prompts.sort(key=lambda prompt: (-len(prompt[0]), prompt[1]))
+            for start in range(0, len(prompts), self.batch_size):
+                part = prompts[start : start + self.batch_size]
+                together = Prompts(tuple(tuple(tokens) for tokens, _ in part), limit, stops)
+                yield [place for _, place in part], together
 
-    @torch.no_grad()
-    def _score(self, pairs: list[Pair]) -> Iterator[tuple[float, bool]]:
-        device = self.model.embedding.weight.device
-        tokens_BT, labels_BT = self._pad([self._fit(*pair) for pair in pairs])
-        tokens_BT, labels_BT = tokens_BT.to(device), labels_BT.to(device)
-        scored_BT = labels_BT >= 0
-        hidden_BTD = self.model.hidden(tokens_BT, torch.zeros_like(tokens_BT, dtype=torch.int32))
-        labels_N = labels_BT[scored_BT]
-        log_probs_NV = self.model.head(hidden_BTD[scored_BT]).float().log_softmax(dim=-1)
-        nats_N = log_probs_NV.gather(1, labels_N[:, None]).squeeze(1).double().cpu()
-        greedy_N = (log_probs_NV.argmax(dim=-1) == labels_N).cpu()
-        lengths = [len(continuation) for _, continuation in pairs]
-        for nats, greedy in zip(nats_N.split(lengths), greedy_N.split(lengths), strict=True):
-            yield nats.sum().item(), bool(greedy.all())
+    def _settings(self, settings: dict) -> tuple[int, tuple[str, ...]]:
+        """The limit in tokens and the stop strings of a request."""
+        known = normalize_gen_kwargs(settings, DEFAULT_NEW_TOKENS)
+        if known.get("do_sample"):
+            raise ValueError("do_sample=True: only greedy generation is supported; set it to false")
+        limit = known["max_gen_toks"]
+        if limit >= self.max_length:
+            raise ValueError(
+                f"max_gen_toks={limit}: the model is evaluated at {self.max_length} tokens, prompt "
+                "included; evaluate at more (evals.max_length) or lower the limit"
+            )
+        eos = self.text_tokenizer.decode([self.eos_id], keep_special=True)
+        return limit, tuple(handle_stop_sequences(known.get("until"), eos=eos))
 
-    def _fit(self, context: list[int], continuation: list[int]) -> Pair:
+    def _fit(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
         """The pair with its context's beginning cut off, so that `max_length` inputs serve."""
         if len(continuation) > self.max_length:
             raise ValueError(
@@ -141,46 +194,5 @@ class HarnessModel(TemplateLM):
                 "the model is evaluated at; drop the task or evaluate at a longer sequence"
             )
         surplus = len(context) + len(continuation) - 1 - self.max_length
+        self.truncated += surplus > 0
         return context[max(surplus, 0) :], continuation
-
-    def _pad(self, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
-        """Inputs and labels, both [B, T] int64; a label of -1 is not scored."""
-        width = max(len(context) + len(continuation) for context, continuation in pairs) - 1
-        tokens_BT = torch.full((len(pairs), width), self.eos_id)
-        labels_BT = torch.full((len(pairs), width), -1)
-        for row, (context, continuation) in enumerate(pairs):
-            sequence = torch.tensor(context + continuation)
-            end = len(sequence) - 1
-            tokens_BT[row, :end] = sequence[:-1]
-            labels_BT[row, len(context) - 1 : end] = sequence[len(context) :]
-        return tokens_BT, labels_BT
-
-    def _generate(self, prompts: list[list[int]], settings: list[dict]) -> list[str]:
-        if any(setting.get("do_sample") for setting in settings):
-            raise ValueError("do_sample=True: only greedy generation is supported; set it to false")
-        stops = [_stop_strings(setting) for setting in settings]
-        limits = [setting.get("max_gen_toks", DEFAULT_NEW_TOKENS) for setting in settings]
-        limit = max(limits)
-        room = max(self.max_length - limit, 1)
-
-        def should_stop(row: int, new_tokens: list[int]) -> bool:
-            text = self.tok_decode(new_tokens)
-            return len(new_tokens) >= limits[row] or any(stop in text for stop in stops[row])
-
-        outputs = self.model.generate(
-            [prompt[-room:] for prompt in prompts], limit, self.eos_id, should_stop=should_stop
-        )
-        return [
-            _before_first(self.tok_decode(tokens), stop)
-            for tokens, stop in zip(outputs, stops, strict=True)
-        ]
-
-
-def _stop_strings(setting: dict) -> list[str]:
-    until = setting.get("until") or []
-    return [until] if isinstance(until, str) else list(until)
-
-
-def _before_first(text: str, stops: list[str]) -> str:
-    """`text` up to the first of the stop strings."""
-    return text[: min([text.find(stop) for stop in stops if stop in text], default=len(text))]

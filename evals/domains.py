@@ -11,6 +11,7 @@ Shapes: B rows, T positions, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from evals.lm import LanguageModel
+from evals.scoring import plan_batches, score_groups
 from model.loss import IGNORED
 
 
@@ -83,6 +86,36 @@ def domain_loss(
         nats += losses_BT[labels_BT != IGNORED].double().sum().item()
     model.train(was_training)
     return DomainLoss(nats, tokens, num_bytes)
+
+
+def document_loss(
+    lm: LanguageModel,
+    documents: Sequence[Sequence[int]],
+    num_bytes: Sequence[int],
+    bytes_of_token: Callable[[int], int],
+    max_length: int,
+    batch_size: int = 32,
+) -> DomainLoss:
+    """The same of a model with a tokenizer of its own, on documents in its tokens, each with its
+    end-of-text token.
+
+    A document longer than `max_length` goes on after its window's last token, as in packed rows.
+
+    Args:
+        num_bytes: of each document's text.
+        bytes_of_token: bytes of text that a document's first token stands for.
+    """
+    pairs = [
+        (list(document[start : start + 1]), list(document[start + 1 : start + 1 + max_length]))
+        for document in documents
+        for start in range(0, len(document) - 1, max_length)
+    ]
+    nats = 0.0
+    for batch in plan_batches(pairs, batch_size, share=False):
+        nats -= sum(score for score, _ in score_groups(lm, batch))
+    given = sum(bytes_of_token(document[0]) for document in documents)
+    tokens = sum(len(continuation) for _, continuation in pairs)
+    return DomainLoss(nats, tokens, sum(num_bytes) - given)
 
 
 def _predicted(labels_BT: Tensor, token_bytes: np.ndarray) -> tuple[int, int]:

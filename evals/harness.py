@@ -11,136 +11,231 @@ import logging
 import operator
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import yaml
+import numpy as np
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from evals.lm import LanguageModel
+from evals.registry import Files, Registry, TaskSettings, TaskUnavailableError
+from evals.scoring import Scorer
+from evals.tokenizers import TextTokenizer
 
-    from model import HybridModel
-
-TASKS = Path(__file__).parent / "tasks"
-
-
-def own_tasks() -> list[str]:
-    """The names of the tasks that need no download; each wants a file of questions."""
-    return sorted(path.stem for path in TASKS.glob("*.yaml"))
+HEADLINES = ("acc_mutual_info", "acc", "exact_match", "pass_at_1", "word_perplexity", "perplexity")
+FEWSHOT_SEED = 1234
+NO_FILES = Files()
 
 
-def run_tasks(
-    model: HybridModel,
-    tokenizer: Tokenizer,
-    eos_id: int,
-    tasks: Sequence[str],
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated, and how.
+
+    eos_id, prefix_id: the end-of-text token, and the one before a text without context (None: the
+        same).
+    max_length: positions that the model sees at most; longer contexts lose their beginning.
+    workers: who computes; None: this process. See `evals.adapter.Workers`.
+    """
+
+    lm: LanguageModel
+    tokenizer: TextTokenizer
+    eos_id: int
+    max_length: int
+    batch_size: int = 32
+    prefix_id: int | None = None
+    workers: Any = None
+
+
+def run_task(
+    subject: Subject,
+    name: str,
+    registry: Registry,
     folder: Path,
+    files: Files = NO_FILES,
     *,
-    questions: Mapping[str, Path],
-    max_length: int,
-    batch_size: int = 32,
-    num_fewshot: int | None = None,
-) -> dict[str, dict[str, Any]]:
-    """Evaluate tasks; write every sample to `<folder>/<task>_samples.jsonl`.
+    limit: int | None = None,
+    allow_code: bool = False,
+    responses: Path | None = None,
+) -> dict[str, Any]:
+    """Evaluate one task or group; write every sample to `<folder>/<task>_samples.jsonl`.
 
     Args:
-        tasks: names of `own_tasks`, or of the harness's (those download their data).
-        questions: the JSONL file of each own task.
-        max_length: positions that the model sees at most; longer contexts lose their beginning.
-        num_fewshot: None: as the task says.
+        limit: questions of each task, its first ones; None: all.
+        allow_code: whether a task may run code that the model wrote; see `evals.sandbox`.
+        responses: a file that keeps the model's responses until the task is done, so that one that
+            was interrupted goes on; it belongs to this model and these settings alone.
 
     Returns:
-        For each task `accuracy`, `accuracy_norm` (per byte; where the task has it),
-        `standard_error`, `num_samples`, `num_fewshot`, `version`, and `metrics`: every metric of
-        the harness by its own name, `_stderr` and filters included.
+        `label`, `metric` (which one the task is judged by), `score`, `standard_error`, `chance`,
+        `num_samples`, `num_fewshot`, `version`, `truncated` (requests that lost their beginning),
+        `metrics`: every metric of the harness by its own name, `_stderr` and filters included;
+        `subtasks` of a group: score, standard error and number of each; for tasks judged by an
+        accuracy `accuracy`, and `accuracy_norm` (per byte) where the task has it.
 
     Raises:
-        ValueError: for a task that the harness does not know, or a text too long for the model.
+        TaskUnavailableError: where the task's data or packages cannot be had, or it does not suit
+            the model.
+        ValueError: for a local file that is not there.
     """
-    offline = set(tasks) <= set(questions)
-    if offline:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    settings = registry.settings.get(name, TaskSettings())
     with _quiet(), tempfile.TemporaryDirectory() as cache:
         from lm_eval import evaluator
-        from lm_eval.tasks import TaskManager
+        from lm_eval.api.model import CachingLM
 
-        from evals.adapter import HarnessModel
+        from evals.adapter import HarnessModel, Local
 
-        # It asks git about the working folder, which complains where that is no repository.
-        evaluator.get_git_commit_hash = lambda: None
-        manager = TaskManager(include_path=str(TASKS), include_defaults=not offline)
-        _check_names(tasks, manager.all_tasks)
-        was_training = model.training
-        outcome = evaluator.simple_evaluate(
-            model=HarnessModel(model.eval(), tokenizer, eos_id, max_length, batch_size),
-            tasks=[_specification(name, questions, cache) for name in tasks],
-            task_manager=manager,
-            num_fewshot=num_fewshot,
-            bootstrap_iters=100,
-            random_seed=None,  # type: ignore[arg-type]  # leave the process's generators alone
-            numpy_random_seed=None,  # type: ignore[arg-type]
-            torch_random_seed=None,  # type: ignore[arg-type]
+        loaded = registry.build(name, files, cache)
+        for task in loaded["tasks"].values():
+            if settings.shots is not None or task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=settings.shots or 0)
+            task.set_fewshot_seed(FEWSHOT_SEED)
+        lm = HarnessModel(
+            subject.workers or Local(Scorer(subject.lm, subject.tokenizer, subject.eos_id)),
+            subject.tokenizer,
+            subject.eos_id,
+            subject.max_length,
+            subject.batch_size,
+            prefix_id=subject.prefix_id,
+            shares_prefixes=subject.lm.shares_prefixes,
         )
-        model.train(was_training)
-    for name, samples in outcome["samples"].items():
+        folder.mkdir(parents=True, exist_ok=True)
+        caching = CachingLM(lm, str(responses or Path(cache, "responses.db")))
+        try:
+            outcome: Mapping[str, Any] = evaluator.evaluate(
+                caching,
+                loaded,
+                limit=limit,
+                bootstrap_iters=100,
+                confirm_run_unsafe_code=allow_code,
+            )
+        except ValueError as error:
+            raise TaskUnavailableError(str(error)) from error
+        finally:
+            caching.dbdict.close()
+        samples = [each for part in outcome["samples"].values() for each in part]
         _write_samples(samples, folder / f"{name}_samples.jsonl")
-    return {name: _summary(name, outcome) for name in outcome["results"]}
+        summary = _summary(name, settings, outcome, loaded) | {"truncated": lm.truncated}
+        if responses is not None:
+            responses.unlink()
+    return summary
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """What `run_tasks` wrote for one task."""
+    """What `run_task` wrote for one task."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _check_names(tasks: Sequence[str], known: Sequence[str]) -> None:
-    unknown = sorted(set(tasks) - set(known))
-    if unknown:
-        raise ValueError(
-            f"evals.tasks: the harness knows no task {', '.join(unknown)}; tasks that need no "
-            f"download: {', '.join(own_tasks())}; for the others see `lm-eval ls tasks`"
-        )
+def clustered_error(values: Sequence[float], clusters: Sequence[Hashable]) -> float:
+    """The standard error of the mean of values that are independent between clusters only.
+
+    Questions that are asked of one document share its text, so that they are answered rightly or
+    wrongly together (arXiv 2411.00640, section 2.2). With every value a cluster of its own this is
+    the usual standard error, sd / sqrt(n), with n - 1 in the variance.
+    """
+    residuals = np.asarray(values, float) - np.mean(values)
+    sums: dict[Hashable, float] = defaultdict(float)
+    for residual, cluster in zip(residuals, clusters, strict=True):
+        sums[cluster] += residual
+    if len(sums) < 2:
+        return 0.0
+    spread = sum(value**2 for value in sums.values()) * len(sums) / (len(sums) - 1)
+    return float(np.sqrt(spread) / len(residuals))
 
 
-def _specification(name: str, questions: Mapping[str, Path], cache: str) -> str | dict[str, Any]:
-    """A task's name; for an own task its whole configuration, with the file that it reads."""
-    if name not in questions:
-        return name
-    task = yaml.safe_load((TASKS / f"{name}.yaml").read_text())
-    data = {"test": str(questions[name].resolve())}  # relative paths would start from the harness
-    return task | {"dataset_kwargs": {"data_files": data, "cache_dir": cache}}
+def _summary(
+    name: str, settings: TaskSettings, outcome: Mapping[str, Any], loaded: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One task's or group's results under names that a metrics store accepts."""
+    tasks = loaded["tasks"]
+    parts = {task: _part(task, settings, outcome, tasks[task]) for task in tasks}
+    if list(parts) == [name]:
+        return parts[name]
+    numbers = [part["num_samples"] for part in parts.values()]
+    weights = np.array(numbers) / sum(numbers)
+
+    def mean(key: str) -> float:
+        return float(np.dot(weights, [part[key] for part in parts.values()]))
+
+    first = next(iter(parts.values()))
+    errors = np.array([part["standard_error"] or 0.0 for part in parts.values()])
+    return {
+        "label": settings.label or name,
+        "metric": first["metric"],
+        "score": mean("score"),
+        "standard_error": float(np.sqrt(((weights * errors) ** 2).sum())),
+        "chance": mean("chance"),
+        "num_samples": sum(numbers),
+        "num_fewshot": first["num_fewshot"],
+        "version": first["version"],
+        "metrics": {},
+        "subtasks": {
+            task: {key: part[key] for key in ("score", "standard_error", "num_samples")}
+            for task, part in parts.items()
+        },
+    }
 
 
-def _summary(name: str, outcome: Mapping[str, Any]) -> dict[str, Any]:
-    """One task's results under names that a metrics store accepts; unfiltered metrics first."""
+def _part(
+    name: str, settings: TaskSettings, outcome: Mapping[str, Any], task: Any
+) -> dict[str, Any]:
     metrics: dict[str, float] = {}
     for key, value in outcome["results"][name].items():
         metric, _, rule = key.partition(",")
         if isinstance(value, str) or not rule:
             continue  # the alias, counts, and 'N/A' where no error can be given
         metrics[metric if rule == "none" else f"{metric}/{rule}"] = float(value)
-    summary: dict[str, Any] = {
+    metadata = task.config.metadata or {}
+    metric = _headline(metrics, settings.metric or metadata.get("metric"))
+    base, _, rule = metric.partition("/")
+    error = metrics.get(f"{base}_stderr" + (f"/{rule}" if rule else ""))
+    samples = outcome["samples"][name]
+    if cluster := metadata.get("cluster"):
+        values = [sample[metric] for sample in samples]
+        clusters = [tuple(sample["doc"][key] for key in cluster) for sample in samples]
+        error = metrics[f"{metric}_stderr"] = clustered_error(values, clusters)
+    summary = {
+        "label": settings.label or metadata.get("label", name),
+        "metric": metric,
+        "score": metrics[metric],
+        "standard_error": error,
+        "chance": _chance(task, samples),
         "num_samples": outcome["n-samples"][name]["effective"],
         "num_fewshot": outcome["n-shot"][name],
         "version": outcome["versions"][name],
         "metrics": metrics,
     }
-    metric = headline(metrics)
-    named = {"accuracy": metric, "standard_error": f"{metric}_stderr", "accuracy_norm": "acc_norm"}
-    return summary | {ours: metrics[theirs] for ours, theirs in named.items() if theirs in metrics}
+    if base.startswith("acc"):
+        summary["accuracy"] = metrics[metric]
+    if "acc_norm" in metrics:
+        summary["accuracy_norm"] = metrics["acc_norm"]
+    return summary
 
 
-def headline(metrics: Mapping[str, float]) -> str:
-    """The metric that a multiple-choice task is judged by.
+def _headline(metrics: Mapping[str, float], wanted: str | None) -> str:
+    """The metric that a task is judged by. Raises `ValueError` where the wanted one is missing."""
+    own = [name for name in metrics if "_stderr" not in name]
+    if wanted is not None:
+        if wanted not in metrics:
+            raise ValueError(f"metric {wanted!r}: the task gives {', '.join(own)}")
+        return wanted
+    for name in HEADLINES:
+        for candidate in own:
+            if candidate.partition("/")[0] == name:
+                return candidate
+    return own[0]
 
-    Mutual information (Brown et al. 2020) where the task asks for it: a choice's log-likelihood
-    after the context less that without it, so that a choice is not taken for being common.
-    """
-    return "acc_mutual_info" if "acc_mutual_info" in metrics else "acc"
+
+def _chance(task: Any, samples: Sequence[Mapping[str, Any]]) -> float:
+    """What guessing gets: of a multiple-choice task one over the number of choices, else 0."""
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return 0.0
+    doubled = 2 if "acc_mutual_info" in samples[0] else 1
+    return float(np.mean([doubled / len(sample["arguments"]) for sample in samples]))
 
 
 def _write_samples(samples: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -151,6 +246,8 @@ def _write_samples(samples: Sequence[Mapping[str, Any]], path: Path) -> None:
             arguments = [list(argument) for argument in sample["arguments"]]
             prompt = arguments[0][0]
             asked = [argument[0] == prompt for argument in arguments]
+            if "acc_mutual_info" not in sample["metrics"]:
+                asked = [True] * len(arguments)  # choices of beginnings: each is its own prompt
             line = {
                 "document": sample["doc"],
                 "prompt": prompt,
@@ -166,6 +263,8 @@ def _write_samples(samples: Sequence[Mapping[str, Any]], path: Path) -> None:
                 "target": sample["target"],
                 "metrics": {name: sample[name] for name in sample["metrics"]},
             }
+            if len({argument[0] for argument in compress(arguments, asked)}) > 1:
+                line["prompts"] = [argument[0] for argument in arguments]
             file.write(json.dumps(line, ensure_ascii=False, default=float) + "\n")
 
 
@@ -175,11 +274,13 @@ def _quiet() -> Iterator[None]:
 
     Its warnings are about defaults (generation settings of tasks that generate nothing).
     """
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "sqlitedict", "datasets")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with redirect_stderr(io.StringIO()):
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

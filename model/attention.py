@@ -76,6 +76,17 @@ class Attention(nn.Module):
         keys, values = cache.key_BHSE[:, :, seen], cache.value_BHSE[:, :, seen]
         return self._attend(query, keys, values, mask, is_causal=False)[:, 0]
 
+    def extend(self, x_BTD: Tensor, cache: AttentionCache, visible_BS: Tensor) -> Tensor:
+        """T more tokens of every row: [B, T, D] -> [B, T, D]; updates ``cache``."""
+        tokens, start = x_BTD.shape[1], cache.length
+        query, key, value = self._split_heads(self.qkv(x_BTD), offset=start)
+        cache.append(key, value)
+        seen = slice(0, cache.length)
+        causal_TS = visible_BS.new_ones(tokens, cache.length).tril(start)
+        mask = (visible_BS[:, None, seen] & causal_TS)[:, None]
+        keys, values = cache.key_BHSE[:, :, seen], cache.value_BHSE[:, :, seen]
+        return self._attend(query, keys, values, mask, is_causal=False)
+
     def _split_heads(self, qkv_BTX: Tensor, offset: int) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
         sizes = [config.attention_size, config.attention_kv_size, config.attention_kv_size]

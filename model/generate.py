@@ -26,6 +26,12 @@ class GenerationState:
     caches: list[AttentionCache | MambaCache | None]
     visible_BS: Tensor
 
+    def select(self, rows_B: Tensor) -> GenerationState:
+        """The state of these rows, in this order and as often as named; the original stays."""
+        return GenerationState(
+            [_selected(cache, rows_B) for cache in self.caches], self.visible_BS[rows_B]
+        )
+
 
 def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Prompts -> tokens [B, T] and seq_idx int32 [B, T]: the padding is a document of its own."""
@@ -64,6 +70,18 @@ def step(model: HybridModel, tokens_B: Tensor, state: GenerationState) -> Tensor
     for block, cache in zip(model.blocks, state.caches, strict=True):
         x_BD = cast("Block", block).step(x_BD, cache, state.visible_BS)
     return model.head(model.norm(x_BD)).float()
+
+
+@torch.no_grad()
+def extend(model: HybridModel, tokens_BT: Tensor, state: GenerationState) -> Tensor:
+    """Feed T tokens a row at once: the final norm's output [B, T, D]; updates ``state``.
+
+    Rows shorter than T are padded on the right; the state then serves only the longest of them.
+    """
+    x_BTD = model.embedding(tokens_BT).to(model.compute_dtype)
+    for block, cache in zip(model.blocks, state.caches, strict=True):
+        x_BTD = cast("Block", block).extend(x_BTD, cache, state.visible_BS)
+    return model.norm(x_BTD)
 
 
 def generate(
@@ -131,6 +149,16 @@ def _visible(seq_idx_BT: Tensor, max_new_tokens: int) -> Tensor:
     """Positions of each row's last document, and all to come: bool [B, S]."""
     to_come = seq_idx_BT.new_ones(seq_idx_BT.shape[0], max_new_tokens, dtype=torch.bool)
     return torch.cat([seq_idx_BT == seq_idx_BT[:, -1:], to_come], dim=1)
+
+
+def _selected(
+    cache: AttentionCache | MambaCache | None, rows_B: Tensor
+) -> AttentionCache | MambaCache | None:
+    if isinstance(cache, AttentionCache):
+        return AttentionCache(cache.key_BHSE[rows_B], cache.value_BHSE[rows_B], cache.length)
+    if isinstance(cache, MambaCache):
+        return MambaCache(cache.conv_BKC[rows_B], cache.state_BHPN[rows_B])
+    return None
 
 
 def _empty_cache(

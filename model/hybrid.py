@@ -57,6 +57,15 @@ class Block(nn.Module):
             return x_BD + self.mamba.step(normed, cache)
         return x_BD + self.attention.step(normed, cache, visible_BS)
 
+    def extend(self, x_BTD: Tensor, cache: Any, visible_BS: Tensor) -> Tensor:
+        """T more tokens: [B, T, D] -> [B, T, D]; updates ``cache``."""
+        normed = self.norm(x_BTD)
+        if self.kind == "ffn":
+            return x_BTD + self.ffn(normed)
+        if self.kind == "mamba":
+            return x_BTD + self.mamba.extend(normed, cache)
+        return x_BTD + self.attention.extend(normed, cache, visible_BS)
+
 
 class HybridModel(nn.Module):
     """A language model over packed documents.
@@ -156,6 +165,10 @@ class HybridModel(nn.Module):
     def step(self, tokens_B: Tensor, state: generate.GenerationState) -> Tensor:
         """See ``model.generate.step``."""
         return generate.step(self, tokens_B, state)
+
+    def extend(self, tokens_BT: Tensor, state: generate.GenerationState) -> Tensor:
+        """See ``model.generate.extend``."""
+        return generate.extend(self, tokens_BT, state)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos_id: int, **settings: Any

@@ -72,7 +72,14 @@ class Mamba2(nn.Module):
         return self.norm(y.flatten(-2), z)
 
     def _scan(
-        self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, packing: Packing, with_state: bool
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        packing: Packing,
+        with_state: bool,
+        initial_BHPN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         kernels = mamba_kernels(x.device, x.dtype)
         A, D = -torch.exp(self.A_log.to(dt.dtype)), self.D.to(dt.dtype)
@@ -86,6 +93,7 @@ class Mamba2(nn.Module):
                 self.config.mamba_chunk_size,
                 D=D,
                 seq_idx=packing.seq_idx_BT,
+                initial_states=initial_BHPN,
                 return_final_states=with_state,
             )
             y, state = y if with_state else (y, None)
@@ -93,7 +101,23 @@ class Mamba2(nn.Module):
         x, b, c = x.to(dt.dtype), b.to(dt.dtype), c.to(dt.dtype)
         config = self.config
         chunk = best_chunk(config.mamba_chunk_size, config.mamba_state_size, x.shape[1], x.device)
-        return chunked_scan(x, dt, A, b, c, D, packing.chunks(chunk))
+        return chunked_scan(x, dt, A, b, c, D, packing.chunks(chunk), initial_BHPN)
+
+    def extend(self, x_BTD: Tensor, cache: MambaCache) -> Tensor:
+        """T more tokens of every row: [B, T, D] -> [B, T, D]; updates ``cache``."""
+        zxbc, dt = self.in_zxbc(x_BTD), self.in_dt(x_BTD)
+        z, xbc = zxbc.split([self.config.mamba_inner_size, self.config.mamba_conv_size], dim=-1)
+        taps, tokens = cache.conv_BKC.shape[1], xbc.shape[1]
+        remembered_BLC = torch.cat([cache.conv_BKC, xbc], dim=1)
+        longer, new = (
+            Packing(x_BTD.new_zeros(len(x_BTD), length, dtype=torch.int32), xbc.dtype)
+            for length in (taps + tokens, tokens)
+        )
+        x, b, c = self._split_heads(self.conv(remembered_BLC, longer)[:, taps:])
+        y, state = self._scan(x, self._time_step(dt), b, c, new, True, cache.state_BHPN)
+        assert state is not None
+        cache.state_BHPN, cache.conv_BKC = state, remembered_BLC[:, tokens:]
+        return self.out(self.norm(y.flatten(-2), z))
 
     def step(self, x_BD: Tensor, cache: MambaCache) -> Tensor:
         """One token: [B, D] -> [B, D]; updates ``cache``."""

@@ -8,7 +8,8 @@ before a verb runs: help answers at once.
 A verb that has a section of the configuration to itself takes the section's keys without its name,
 and the text that `generate` continues is taken as it stands: Hydra would read commas and braces.
 
-Exit codes: 0 done, 2 the user's mistake, 1 a failure, 75 try again (interrupted, resumable).
+Exit codes: 0 done, 2 the user's mistake, 1 a failure, 75 try again (interrupted, resumable), 3 done
+but for evaluation tasks whose data could not be had.
 """
 
 from __future__ import annotations
@@ -23,16 +24,23 @@ from typing import Any, NoReturn
 
 from pipeline.config import (
     ConfigError,
+    EvalsConfig,
     ExportConfig,
     GenerateConfig,
+    IncompleteError,
     PermanentError,
     PlanConfig,
     nearest,
 )
 from pipeline.help import KINDS, VERBS, explain_override, main_help, verb_help
 
-USER_MISTAKE, FAILURE, TRY_AGAIN = 2, 1, 75
-SECTIONS = {"export": ExportConfig, "generate": GenerateConfig, "plan": PlanConfig}
+USER_MISTAKE, FAILURE, TRY_AGAIN, INCOMPLETE = 2, 1, 75, 3
+SECTIONS = {  # a verb's own section, whose keys need no name before them
+    "eval": ("evals", EvalsConfig),
+    "export": ("export", ExportConfig),
+    "generate": ("generate", GenerateConfig),
+    "plan": ("plan", PlanConfig),
+}
 SIZED = ("plan", "manifest", "submit")  # verbs that take `nodes` for `cluster.nodes`
 PROMPT = "generate.prompt="
 
@@ -65,6 +73,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except PermanentError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(FAILURE)
+    except IncompleteError as error:
+        print(f"incomplete: {error}", file=sys.stderr)
+        sys.exit(INCOMPLETE)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(TRY_AGAIN)
@@ -140,8 +151,10 @@ def _courtesy(override: str, verb: str) -> str:
     A key of the verb's own section is given the section's name.
     """
     key = override.partition("=")[0]
-    if verb in SECTIONS and key in {field.name for field in dataclasses.fields(SECTIONS[verb])}:
-        return f"{verb}.{override}"
+    if verb in SECTIONS:
+        section, kind = SECTIONS[verb]
+        if key in {field.name for field in dataclasses.fields(kind)}:
+            return f"{section}.{override}"
     if verb in SIZED and key == "nodes":
         return f"cluster.{override}"
     return f"+{override}" if key == "experiment" else override

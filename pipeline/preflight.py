@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pipeline.config import Config, ConfigError, nearest
+from pipeline.config import Config, ConfigError
 from pipeline.data.prepare import check as check_data
 from pipeline.data.tokenizer import load_tokenizer, vocab_size_of
 from pipeline.runs import RunFolder, root_folder
@@ -102,17 +102,12 @@ def _check_vocabulary(config: Config) -> None:
 
 
 def _check_tasks(config: Config) -> None:
-    """Every task is one of ours, or one that the harness knows."""
-    from evals.harness import own_tasks
-
-    if set(config.evals.tasks) <= set(own_tasks()):
+    """Every task is one of ours, whose file is there, or one that the harness knows."""
+    if "eval" not in config.stages:
         return
-    from lm_eval.tasks import TaskManager
+    from pipeline.evaluation.measure import check_tasks
 
-    known = TaskManager().all_tasks
-    for name in config.evals.tasks:
-        if name not in known and name not in own_tasks():
-            raise ConfigError(f"evals.tasks: no task {name!r}; {nearest(name, own_tasks())}")
+    check_tasks(config.evals)
 
 
 def _check_precision(config: Config) -> None:

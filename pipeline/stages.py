@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config, ConfigError, flatten
+from pipeline.config import Config, ConfigError
 from pipeline.runs import RunFolder, root_folder, write_whole
 from pipeline.tracking import Tracker, TrackingError
-from pipeline.train.metrics import MetricsFile, final_records
+from pipeline.train.metrics import final_records
 
 
 def run_stages(
@@ -151,53 +151,12 @@ def describe_training(config: Config, dataset: Any, schedule: Any) -> dict[str, 
 
 
 def evaluate(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
-    """Evaluate the newest complete checkpoint in BF16, as the paper does."""
-    import torch
+    """Evaluate the checkpoints that `step` names, the newest complete one by default."""
+    from pipeline.evaluation.command import evaluate_run
 
-    from pipeline.data.shards import open_corpus
-    from pipeline.evaluate import evaluate as evaluate_model
-    from pipeline.train import checkpoint
-    from pipeline.train.build import build_model, build_recipe
-    from quant import apply_recipe
-
-    found = checkpoint.latest(run.checkpoints)
-    if found is None:
-        raise ConfigError(
-            f"{run.path} has no complete checkpoint to evaluate; train first: "
-            f"pipeline run resume={run.id}"
-        )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    blocks = len(config.model.pattern)
-    models = []
-    for tensors in (found.tensors("model"), None):
-        model = build_model(config, device)
-        if tensors:
-            checkpoint.load_model_tensors(model, tensors)
-        precision = apply_recipe(model, build_recipe(config), num_blocks=blocks, seed=config.seed)
-        precision.mode = "bf16"
-        models.append(model.eval())
-    folder = run.evals / found.path.name
-    result = evaluate_model(
-        models[0],
-        models[1],
-        open_corpus(config.data, dataset_folder(config, run)),
-        config.evals,
-        folder,
-        sequence_length=config.train.sequence_length,
-        seed=config.seed,
-        progress=lambda line: print(f"  {line}", flush=True),
-    )
-    evaluation = {"step": found.step, "precision": "bf16", **result}
-    update_results(run, {"eval": evaluation})
-    tokens = found.step * config.train.global_batch * config.train.sequence_length
-    metrics = {
-        f"eval/{name}": float(value)
-        for name, value in flatten(result, "/").items()
-        if isinstance(value, int | float)
-    }
-    MetricsFile(run.metrics).append("eval", found.step, tokens, metrics)
-    tracker_safely(tracker.ship)
-    return {"results": str(folder / "results.json"), "step": found.step}
+    results = evaluate_run(config, run, dataset_folder(config, run), tracker.mlflow_run_id)
+    update_results(run, {"eval": results})
+    return {"step": results["step"], "skipped": results["skipped"]}
 
 
 def report(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:

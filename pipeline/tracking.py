@@ -36,6 +36,29 @@ def tracking_uri(tracking: TrackingConfig, root: Path) -> str:
     return tracking.uri or f"sqlite:///{root / 'mlflow.db'}"
 
 
+def connect(uri: str) -> Any:
+    """A client of the store, quiet, and quick to give up."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # no git is no news
+    from mlflow import MlflowClient
+
+    for name in ("alembic", "mlflow"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    return MlflowClient(uri)
+
+
+def experiment_id(client: Any, tracking: TrackingConfig, root: Path) -> str:
+    """The configured experiment's id, made where it is new."""
+    found = client.get_experiment_by_name(tracking.experiment)
+    if found:
+        return found.experiment_id
+    local = tracking_uri(tracking, root).startswith("sqlite:")
+    location = (root / "mlartifacts").as_uri() if local else None
+    return client.create_experiment(tracking.experiment, artifact_location=location)
+
+
 class Tracker:
     """One MLflow run. `offline` trackers do nothing; `pipeline track` sends their metrics later."""
 
@@ -63,7 +86,9 @@ class Tracker:
                 self.ship()
                 return
             run = client.create_run(
-                self._experiment(client), run_name=self._run.id, tags=_tags(self._run)
+                experiment_id(client, self._config.tracking, self._root),
+                run_name=self._run.id,
+                tags=_tags(self._run),
             )
             self._state["run_id"] = run.info.run_id
             self._save_state()
@@ -74,7 +99,7 @@ class Tracker:
             client.log_artifact(run.info.run_id, str(self._run.config))
         except Exception as error:  # MLflow raises a different class for each kind of store
             raise ConfigError(
-                f"tracking: the store {self.uri} cannot be used ({_first_line(error)}); start it, "
+                f"tracking: the store {self.uri} cannot be used ({first_line(error)}); start it, "
                 "name another with tracking.uri=..., or train without it: tracking.offline=true"
             ) from error
 
@@ -86,7 +111,7 @@ class Tracker:
         state = copy.deepcopy(self._state)
         for record, offset in read_records(self._run.metrics, state["offset"]):
             replayed = record["step"] <= state["last_step"].get(record["kind"], -1)
-            if record["kind"] == "eval" or not replayed:  # an evaluation may be repeated
+            if not replayed:
                 batch.extend(_as_metrics(record))
                 state["last_step"][record["kind"]] = record["step"]
             state["offset"] = offset
@@ -113,7 +138,7 @@ class Tracker:
                 model_type="checkpoint",
             )
         except Exception as error:
-            raise TrackingError(f"{self.uri}: {_first_line(error)}") from error
+            raise TrackingError(f"{self.uri}: {first_line(error)}") from error
 
     def log_files(self, *paths: Path) -> None:
         """Upload files or folders as artifacts. Raises `TrackingError`."""
@@ -148,27 +173,10 @@ class Tracker:
         try:
             getattr(self._client(), method)(self.mlflow_run_id, *arguments, **named)
         except Exception as error:
-            raise TrackingError(f"{self.uri}: {_first_line(error)}") from error
+            raise TrackingError(f"{self.uri}: {first_line(error)}") from error
 
     def _client(self) -> Any:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
-        os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # no git is no news
-        from mlflow import MlflowClient
-
-        for name in ("alembic", "mlflow"):
-            logging.getLogger(name).setLevel(logging.WARNING)
-        return MlflowClient(self.uri)
-
-    def _experiment(self, client: Any) -> str:
-        name = self._config.tracking.experiment
-        found = client.get_experiment_by_name(name)
-        if found:
-            return found.experiment_id
-        local = self.uri.startswith("sqlite:")
-        location = (self._root / "mlartifacts").as_uri() if local else None
-        return client.create_experiment(name, artifact_location=location)
+        return connect(self.uri)
 
     def _save_state(self) -> None:
         write_whole(self._state_file, json.dumps(self._state))
@@ -202,7 +210,7 @@ def _as_metrics(record: Mapping[str, Any]) -> list[Any]:
     metrics = []
     for name, value in record["metrics"].items():
         metrics.append(Metric(name, float(value), milliseconds, record["step"]))
-        if "loss" in name or record["kind"] == "eval":
+        if "loss" in name:
             metrics.append(
                 Metric(f"by_tokens/{name}", float(value), milliseconds, record["tokens"])
             )
@@ -216,5 +224,5 @@ def _as_parameters(config: Config) -> list[Any]:
     return [Param(key, str(value)[:6000]) for key, value in flatten(config.to_dict()).items()]
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

@@ -15,9 +15,9 @@ from quant import Precision, apply_recipe
 
 def find_checkpoint(config: Config, run: RunFolder) -> Checkpoint:
     """The checkpoint of `step`, or the newest. Raises `ConfigError`."""
-    if config.step is not None:
+    if config.one_step is not None:
         try:
-            return checkpoint.at_step(run.checkpoints, config.step)
+            return checkpoint.at_step(run.checkpoints, config.one_step)
         except CheckpointError as error:
             raise ConfigError(f"step={config.step}: {error}") from error
     found = checkpoint.latest(run.checkpoints)

@@ -52,7 +52,11 @@ OVERRIDABLE = (
 def run(raw: dict[str, Any], overrides: list[str]) -> None:
     """All configured stages."""
     config = from_dict(raw)
-    _run(config, config.stages)
+    found = _run(config, config.stages)
+    if "eval" in config.stages:
+        from pipeline.evaluation.command import refuse_incomplete
+
+        refuse_incomplete(json.loads(found.results.read_text())["eval"])
 
 
 def train(raw: dict[str, Any], overrides: list[str]) -> None:
@@ -70,9 +74,23 @@ def prepare(raw: dict[str, Any], overrides: list[str]) -> None:
 
 
 def eval(raw: dict[str, Any], overrides: list[str]) -> None:
-    """The eval stage on an existing run, and its report anew."""
-    config, found = _existing(raw, overrides)
+    """The eval stage on an existing run, and its report anew; or on a model that no run made."""
+    from pipeline.evaluation import command
+    from pipeline.stages import dataset_folder
+
+    composed, named = command.named(raw)
+    if named.run is None:
+        assert named.folder is not None
+        command.refuse_incomplete(command.evaluate_folder(composed, named.folder))
+        return
+    raw["run"] = named.run.id
+    if named.step is not None:
+        raw["step"] = named.step
+    config, found = _existing(raw, overrides, named.run)
+    if config.evals.watch:
+        command.follow(config, found, dataset_folder(config, found))
     _work(config, found, ("eval", "report"), again=True)
+    command.refuse_incomplete(json.loads(found.results.read_text())["eval"])
 
 
 def report(raw: dict[str, Any], overrides: list[str]) -> None:
@@ -124,6 +142,7 @@ def generate(raw: dict[str, Any], overrides: list[str]) -> None:
 
 def track(raw: dict[str, Any], overrides: list[str]) -> None:
     """Send to the tracking store what a run could not send."""
+    from pipeline.evaluation.command import send_all
     from pipeline.tracking import Tracker
 
     config, found = _existing(raw, overrides)
@@ -134,6 +153,7 @@ def track(raw: dict[str, Any], overrides: list[str]) -> None:
         tracker.start()
         results = (found.results, found.report, found.figures, found.fidelity)
         tracker.log_files(*(path for path in results if path.exists()))
+        send_all(config, found, str(tracker.mlflow_run_id))
         tracker.finish(_mlflow_status(found))
     print(f"sent to {tracker.uri}, run {tracker.mlflow_run_id}")
 
@@ -197,17 +217,17 @@ def data_at(raw: dict[str, Any], overrides: list[str]) -> None:
     from pipeline.data_at import describe_step
 
     config, found = _existing(raw, overrides)
-    if config.step is None:
+    if config.one_step is None:
         raise ConfigError("step: name the step, from 0 on: step=<n>")
     try:
-        for line in describe_step(config, found, config.step):
+        for line in describe_step(config, found, config.one_step):
             print(line)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _run(config: Config, stages: tuple[str, ...]) -> None:
+def _run(config: Config, stages: tuple[str, ...]) -> RunFolder:
     from pipeline.preflight import check
 
     found = _former(config)
@@ -216,6 +236,7 @@ def _run(config: Config, stages: tuple[str, ...]) -> None:
         label = config.experiment or config.precision.recipe
         found = RunFolder(root_folder(config) / (config.name or new_run_id(label)))
     _work(config, found, stages, again=False)
+    return found
 
 
 def _former(config: Config) -> RunFolder | None:
@@ -322,8 +343,11 @@ def _work(config: Config, found: RunFolder, stages: tuple[str, ...], *, again: b
     _print_end(config, found, tracker.uri)
 
 
-def _existing(raw: dict[str, Any], overrides: list[str]) -> tuple[Config, RunFolder]:
-    """The run that `run=` names with its own configuration, but for what may be overridden."""
+def _existing(
+    raw: dict[str, Any], overrides: list[str], found: RunFolder | None = None
+) -> tuple[Config, RunFolder]:
+    """The run that `run=` names, or `found`, with its own configuration, but for what may be
+    overridden."""
     for override in overrides:
         section = override.lstrip("+~").partition("=")[0].partition(".")[0]
         if section not in OVERRIDABLE:
@@ -334,7 +358,7 @@ def _existing(raw: dict[str, Any], overrides: list[str]) -> tuple[Config, RunFol
     composed = from_dict(raw)
     if composed.run is None:
         raise ConfigError("run: name the run: run=<id> or run=latest")
-    found = find_run(root_folder(composed), composed.run)
+    found = found or find_run(root_folder(composed), composed.run)
     own, now = load_config(found).to_dict(), composed.to_dict()
     for override in overrides:
         section, _, key = override.lstrip("+~").partition("=")[0].partition(".")

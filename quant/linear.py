@@ -114,6 +114,9 @@ class QuantLinear(nn.Linear):
         recipes: its recipe in every mode.
         weight_amax: FP32 scalar to quantize the weight with in place of its own amax, where the
             weight is a shard; None otherwise.
+        input_amax: FP32 scalar to quantize the inputs of Fprop with in place of each tensor's own
+            amax, for inference that does not depend on what is computed together (larger elements
+            saturate); None otherwise. Serves formats with a global scale alone.
     """
 
     def __init__(
@@ -127,6 +130,7 @@ class QuantLinear(nn.Linear):
         self.name, self.index = name, index
         self.recipes = {mode: in_mode(recipe, mode) for mode in MODES}
         self.weight_amax: Tensor | None = None
+        self.input_amax: Tensor | None = None
         self.cache = WeightCache()
         self.shared = shared
         self.num_tokens = 4096  # until the first call
@@ -313,6 +317,7 @@ class _Call:
             row_key=self.key(to_row, role, Copy.ROW),
             column_key=self.key(to_column, role, Copy.COLUMN),
             row_guard=to_row.guard,
+            row_amax=self.layer.input_amax if self._fixes_scale(row, to_row) else None,
             column_guard=to_column.guard,
             column_rht=to_column.rht,
             swizzled=self.layer.keeps_codes,
@@ -325,6 +330,12 @@ class _Call:
             source_CT = transposed_tokens(x_TC, made.column.format, to_column.rht)
             self.statistics.operand(self.layer.name, column, source_CT, made.column)
         return made.row, made.column
+
+    def _fixes_scale(self, name: str | None, operand: Operand) -> bool:
+        """Whether a row copy takes the layer's `input_amax`: the inputs of an inference pass."""
+        if name != "input" or self.observed or operand.format is None:
+            return False
+        return operand.spec is not None and operand.spec.has_global_scale
 
     def weight(self, w_NK: Tensor, role: str) -> Factor:
         """The weight as the operand "weight" [N, K] or "dgrad_weight" [K, N] of the recipe."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.config.build import build
 from pipeline.config.checks import validate
-from pipeline.config.errors import ConfigError, PermanentError, nearest
+from pipeline.config.errors import ConfigError, IncompleteError, PermanentError, nearest
 from pipeline.config.sections import (
     AROUND_A_RUN,
     STAGES,
@@ -48,6 +48,7 @@ __all__ = [
     "FidelityConfig",
     "GenerateConfig",
     "HardwareConfig",
+    "IncompleteError",
     "KubernetesConfig",
     "ModelSection",
     "PermanentError",

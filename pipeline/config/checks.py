@@ -16,6 +16,7 @@ def validate(config: Config) -> None:
             raise ConfigError(f"stages: no stage {stage!r}; {nearest(stage, STAGES)}")
     _check_ranges(config)
     _check_nodes(config.cluster)
+    _check_choices(config)
     if train.global_batch % train.micro_batch:
         raise ConfigError(
             f"train.global_batch={train.global_batch} is not a multiple of "
@@ -40,6 +41,19 @@ def validate(config: Config) -> None:
             raise ConfigError(f"data.sources.{name}.uris: an empty name; give a file or a folder")
         if (source.builtin is None) == (not source.uris):
             raise ConfigError(f"data.sources.{name}: set either builtin=... or uris=[...]")
+
+
+def _check_choices(config: Config) -> None:
+    """Words among which one is chosen. Raises `ConfigError`."""
+    choices = {
+        "evals.precision": (config.evals.precision, ("bf16", "recipe")),
+        "evals.on_missing": (config.evals.on_missing, ("skip", "fail")),
+    }
+    for key, (word, known) in choices.items():
+        if word not in known:
+            raise ConfigError(f"{key}={word}: {nearest(word, known)}")
+    if isinstance(config.step, str) and config.step != "all":
+        raise ConfigError(f"step={config.step}: give a step's number, or, to eval, all")
 
 
 def _check_ranges(config: Config) -> None:
@@ -80,6 +94,11 @@ def _check_ranges(config: Config) -> None:
         "data.seed": (data.seed, 0, 2**63 - 1),
         "evals.num_questions": (config.evals.num_questions, 1, huge),
         "evals.batch_size": (config.evals.batch_size, 1, huge),
+        "evals.max_length": (config.evals.max_length or 1, 1, huge),
+        "evals.limit": (config.evals.limit or 1, 1, huge),
+        "evals.watch_seconds": (config.evals.watch_seconds, tiny, huge),
+        "evals.workers": (config.evals.workers, 0, huge),
+        "evals.samples_logged": (config.evals.samples_logged, 0, huge),
         "fidelity.num_batches": (config.fidelity.num_batches, 1, huge),
         "fidelity.num_draws": (config.fidelity.num_draws, 2, 2**20),
         "export.shard_bytes": (config.export.shard_bytes, 1, huge),

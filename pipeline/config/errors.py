@@ -14,6 +14,10 @@ class PermanentError(RuntimeError):
     """A failure that trying again would repeat: a job runner must not retry it."""
 
 
+class IncompleteError(RuntimeError):
+    """Done, but for parts that could not be had; the message names them."""
+
+
 def nearest(word: str, known: typing.Iterable[str]) -> str:
     """' Did you mean a, b?', or the list of all that is known when nothing is near."""
     known = sorted(known)

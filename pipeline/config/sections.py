@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from evals.registry import TaskSettings
+from pipeline.config.errors import ConfigError
 from pipeline.config.values import digest
 
 NOT_DECISIVE = (  # keys of train that change no weight
@@ -174,11 +176,24 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalsConfig:
-    """What the eval stage measures beside the loss of each domain."""
+    """What the eval stage measures beside the loss of each domain, and on whom."""
 
+    suite: str = "smoke"
     tasks: tuple[str, ...] = ("continuation",)
-    num_questions: int = 300
-    batch_size: int = 32
+    details: Mapping[str, TaskSettings] = field(default_factory=dict)
+    num_questions: int = 300  # of the continuation task
+    batch_size: int = 32  # sequences, or choices of questions, computed together
+    precision: str = "bf16"  # or recipe: weights and activations as trained
+    max_length: int | None = None  # tokens that the model sees; none: as many as in training
+    limit: int | None = None  # questions of each task, its first ones; none: all
+    files: str | None = None  # the folder of the local tasks' files
+    allow_code: bool = False  # whether code that the model wrote is run, in a sandbox
+    on_missing: str = "skip"  # or fail: where a task's data cannot be had
+    again: bool = False  # compute finished results anew
+    watch: bool = False  # follow a run that is training
+    watch_seconds: float = 30.0  # between two looks
+    workers: int = 0  # of Ray; 0: this process
+    samples_logged: int = 100  # samples of each task that MLflow shows
 
 
 @dataclass(frozen=True)
@@ -327,10 +342,17 @@ class Config:
     run: str | None = None  # the id or `latest`: what eval, report and status work on
     source: str | None = None  # of which source `data inspect` shows a row
     row: int = 0  # which row
-    step: int | None = None  # which step `data at` shows; whose checkpoint others take
+    step: int | str | None = None  # which step `data at` shows; whose checkpoint others take
     resume: str | bool = False  # true, or the id of the run to go on with
     name: str | None = None  # a stable id: the same command again goes on with the same run
     experiment: str | None = None
+
+    @property
+    def one_step(self) -> int | None:
+        """The step, where only one can be meant. Raises `ConfigError`."""
+        if isinstance(self.step, str):
+            raise ConfigError(f"step={self.step}: give one step's number")
+        return self.step
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, the inverse of `from_dict`."""

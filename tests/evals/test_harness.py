@@ -4,63 +4,51 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor, nn
+from tokenizers import Tokenizer
 
-from evals.adapter import HarnessModel
+from evals.adapter import HarnessModel, Local
 from evals.continuation import Lengths, Question, make_questions, write_questions
-from evals.harness import read_samples, run_tasks
-from model import HybridModel, ModelConfig
+from evals.harness import Subject, clustered_error, read_samples, run_task
+from evals.lm import Hybrid, LanguageModel
+from evals.registry import Files, Registry, check_names
+from evals.scoring import Scorer
+from evals.tokenizers import Plain
+from model import HybridModel
+
+from .models import EOS, KnowsTheTexts, Uniform, byte_tokenizer, small_hybrid
 
 pytestmark = pytest.mark.slow
 
-EOS = 256
 MAX_LENGTH = 48
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """One token a byte, and the end of a document."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    byte_level = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    byte_level.decoder = decoders.ByteLevel()
-    byte_level.add_special_tokens(["<|endoftext|>"])
-    assert byte_level.token_to_id("<|endoftext|>") == EOS
-    return byte_level
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def hybrid() -> HybridModel:
-    config = ModelConfig(
-        pattern="M-*",
-        vocab_size=EOS + 1,
-        hidden_size=32,
-        ffn_hidden_size=48,
-        num_attention_heads=2,
-        num_kv_heads=1,
-        attention_head_dim=16,
-        mamba_num_heads=4,
-        mamba_head_dim=16,
-        mamba_state_size=8,
-        mamba_num_groups=1,
-        mamba_chunk_size=16,
-        init_std=0.2,
-    )
-    return HybridModel(config).eval()
+    return small_hybrid()
+
+
+def adapt(hybrid: HybridModel, tokenizer: Tokenizer, batch_size: int = 3) -> HarnessModel:
+    plain = Plain(tokenizer)
+    workers = Local(Scorer(Hybrid(hybrid), plain, EOS))
+    return HarnessModel(workers, plain, EOS, MAX_LENGTH, batch_size)
 
 
 @pytest.fixture(scope="module")
 def adapter(hybrid: HybridModel, tokenizer: Tokenizer) -> HarnessModel:
-    return HarnessModel(hybrid, tokenizer, EOS, MAX_LENGTH, batch_size=3)
+    return adapt(hybrid, tokenizer)
 
 
 def requests(*arguments: tuple) -> list[Any]:
@@ -103,7 +91,7 @@ def test_loglikelihoods_equal_direct_computation(
 def test_padding_and_batching_change_nothing(
     adapter: HarnessModel, hybrid: HybridModel, tokenizer: Tokenizer, batch_size: int
 ) -> None:
-    other = HarnessModel(hybrid, tokenizer, EOS, MAX_LENGTH, batch_size)
+    other = adapt(hybrid, tokenizer, batch_size)
     backwards = other.loglikelihood(requests(*reversed(PAIRS)))[::-1]
     for (nats, greedy), (expected, is_greedy) in zip(
         backwards, adapter.loglikelihood(requests(*PAIRS)), strict=True
@@ -176,41 +164,6 @@ def test_sampling_is_refused(adapter: HarnessModel) -> None:
         adapter.generate_until(requests(("a", {"do_sample": True})))
 
 
-class FakeModel(nn.Module):
-    """Logits straight from `hidden`; the head does nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(1, 1)
-        self.head = nn.Identity()
-
-    def hidden(self, tokens_BT: Tensor, seq_idx_BT: Tensor) -> Tensor:
-        return torch.zeros(*tokens_BT.shape, EOS + 1)
-
-
-class KnowsTheTexts(FakeModel):
-    """Is sure of the next byte wherever the last ones occur in its texts."""
-
-    SEEN = 40  # more than a line, so that the line number is among them
-
-    def __init__(self, texts: list[list[int]]) -> None:
-        super().__init__()
-        self.following = {
-            tuple(text[end - self.SEEN : end]): text[end]
-            for text in texts
-            for end in range(self.SEEN, len(text))
-        }
-
-    def hidden(self, tokens_BT: Tensor, seq_idx_BT: Tensor) -> Tensor:
-        logits = super().hidden(tokens_BT, seq_idx_BT)
-        for row, tokens in enumerate(tokens_BT.tolist()):
-            for end in range(self.SEEN, len(tokens) + 1):
-                following = self.following.get(tuple(tokens[end - self.SEEN : end]))
-                if following is not None:
-                    logits[row, end - 1, following] = 20.0
-        return logits
-
-
 def corpus() -> dict[str, list[dict]]:
     def lines(name: str) -> str:
         return "\n".join(f"{name} {i}: {i * 7919 % 1000} < {i * i} \\ü{{x}}" for i in range(60))
@@ -235,17 +188,11 @@ def home_untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     assert list(home.iterdir()) == []
 
 
-def run(model: Any, tokenizer: Tokenizer, questions: list[Question], folder: Path) -> dict:
+def run(lm: LanguageModel, tokenizer: Tokenizer, questions: list[Question], folder: Path) -> dict:
     write_questions(questions, folder / "continuation.jsonl")
-    return run_tasks(
-        model,
-        tokenizer,
-        EOS,
-        ["continuation"],
-        folder,
-        questions={"continuation": folder / "continuation.jsonl"},
-        max_length=256,
-    )["continuation"]
+    files = Files(of_task={"continuation": folder / "continuation.jsonl"})
+    subject = Subject(lm, Plain(tokenizer), EOS, max_length=256)
+    return run_task(subject, "continuation", Registry(["continuation"], {}), folder, files)
 
 
 @pytest.mark.usefixtures("home_untouched")
@@ -258,7 +205,7 @@ def test_a_model_that_knows_the_texts_answers_everything(
     assert (result["num_samples"], result["num_fewshot"]) == (40, 0)
     assert result["standard_error"] == 0.0
     assert result["metrics"]["acc"] == 1.0
-    assert result["version"] == 2.0
+    assert result["version"] == 3.0
 
 
 def test_a_uniform_model_is_at_chance_with_its_standard_error(
@@ -266,17 +213,20 @@ def test_a_uniform_model_is_at_chance_with_its_standard_error(
 ) -> None:
     ascii_only = [q for q in questions if all(len(c) == len(c.encode()) for c in q.choices)]
     balanced = ascii_only or questions
-    result = run(FakeModel(), tokenizer, balanced, tmp_path)
+    result = run(Uniform(), tokenizer, balanced, tmp_path)
     num, chance = result["num_samples"], 0.25
     assert abs(result["accuracy"] - chance) < 4 * math.sqrt(chance * (1 - chance) / num)
-    share = result["accuracy"]
-    assert result["standard_error"] == pytest.approx(math.sqrt(share * (1 - share) / (num - 1)))
+    assert result["chance"] == chance
+    samples = read_samples(tmp_path / "continuation_samples.jsonl")
+    right = [sample["metrics"]["acc_mutual_info"] for sample in samples]
+    documents = [(s["document"]["domain"], s["document"]["document"]) for s in samples]
+    assert result["standard_error"] == pytest.approx(clustered_error(right, documents))
 
 
 def test_samples_hold_prompt_choices_scores_and_answer_unaltered(
     hybrid: HybridModel, tokenizer: Tokenizer, questions: list[Question], tmp_path: Path
 ) -> None:
-    result = run(hybrid, tokenizer, questions, tmp_path)
+    result = run(Hybrid(hybrid), tokenizer, questions, tmp_path)
     samples = read_samples(tmp_path / "continuation_samples.jsonl")
     assert len(samples) == len(questions)
     for sample, question in zip(samples, questions, strict=True):
@@ -295,29 +245,47 @@ def test_samples_hold_prompt_choices_scores_and_answer_unaltered(
     json.dumps(result)  # plain numbers throughout
 
 
-def test_the_process_stays_offline_quiet_and_its_generators_untouched(
+def test_the_process_stays_quiet_and_its_generators_untouched(
     capfd: pytest.CaptureFixture[str],
     tokenizer: Tokenizer,
     questions: list[Question],
     tmp_path: Path,
 ) -> None:
-    model = FakeModel()
+    model = Uniform()
     state = torch.get_rng_state()
     run(model, tokenizer, questions[:4], tmp_path)
     assert capfd.readouterr() == ("", "")
     assert torch.equal(torch.get_rng_state(), state)
-    assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
-def test_an_unknown_task_names_those_that_exist(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    file = tmp_path / "q.jsonl"
-    with pytest.raises(ValueError, match=r"knows no task contination.*continuation"):
-        run_tasks(
-            FakeModel(),  # type: ignore[arg-type]
-            tokenizer,
-            EOS,
-            ["contination"],
-            tmp_path,
-            questions={"contination": file},
-            max_length=64,
-        )
+def test_an_unknown_task_is_refused_at_once_with_the_nearest_names() -> None:
+    with pytest.raises(ValueError, match=r"knows no task contination; did you mean continuation"):
+        check_names(["contination"])
+    with pytest.raises(ValueError, match=r"hellaswagg; did you mean hellaswag"):
+        check_names(["hellaswagg", "hellaswag", "mgsm_cot_native"])
+
+
+def test_the_score_without_a_context_never_follows_the_end_of_a_document(
+    hybrid: HybridModel, tokenizer: Tokenizer, questions: list[Question], tmp_path: Path
+) -> None:
+    """Each choice's own likelihood is taken after the context's last visible character."""
+    run(Hybrid(hybrid), tokenizer, questions[:1], tmp_path)
+    (sample,) = read_samples(tmp_path / "continuation_samples.jsonl")
+    context = questions[0].context
+    ending = context.rstrip()[-1]
+    border = context[len(context.rstrip()) :]
+    for choice, (nats, _) in zip(
+        questions[0].choices, sample["scores_without_prompt"], strict=True
+    ):
+        ids = (tokenizer.encode(text).ids for text in (ending, border + choice))
+        assert nats == pytest.approx(direct(hybrid, *ids)[0], rel=1e-4)
+
+
+def test_questions_of_one_document_are_no_independent_draws() -> None:
+    values = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    alone = clustered_error(values, range(8))
+    assert alone == pytest.approx(np.std(values, ddof=1) / math.sqrt(8))
+    by_document = clustered_error(values, ["a", "a", "a", "b", "b", "b", "c", "d"])
+    assert by_document == pytest.approx(math.sqrt((1.5**2 + 1.5**2 + 0.5) * 4 / 3) / 8)
+    assert by_document > 1.5 * alone
+    assert clustered_error([1.0, 0.0], ["a", "a"]) == 0.0  # one document: no error can be given

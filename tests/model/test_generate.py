@@ -89,3 +89,25 @@ def test_settings_out_of_range_are_refused(model: HybridModel) -> None:
             model.generate(PROMPTS, 4, NO_EOS, **settings)
     with pytest.raises(ValueError, match="max_new_tokens"):
         model.generate(PROMPTS, 0, NO_EOS)
+
+
+def test_tokens_fed_at_once_equal_the_full_forward_from_a_shared_state(model: HybridModel) -> None:
+    """Several continuations of each prompt, from one prefill: as if each was read in one go."""
+    continuations = [[1, 2, 3, 4, 5, 6, 7], [9], [30, 31], [8, 8, 8, 8]]
+    of_prompt = [0, 0, 1, 2]
+    tokens, seq_idx = left_pad(PROMPTS, torch.device("cpu"))
+    _, state = model.prefill(tokens, seq_idx, max_new_tokens=8)
+    padded = torch.zeros(4, 7, dtype=torch.int64)
+    for row, continuation in enumerate(continuations):
+        padded[row, : len(continuation)] = torch.tensor(continuation)
+    chosen = state.select(torch.tensor(of_prompt))
+    hidden = model.extend(padded, chosen)
+    again = model.extend(padded, state.select(torch.tensor(of_prompt)))  # the state still stands
+    assert torch.equal(hidden, again)
+    for row, (prompt, continuation) in enumerate(zip(of_prompt, continuations, strict=True)):
+        whole = model.logits(*fresh([*PROMPTS[prompt], *continuation]))[0, -len(continuation) :]
+        mine = model.head(hidden[row, : len(continuation)]).float()
+        torch.testing.assert_close(mine, whole, atol=1e-4, rtol=1e-4)
+    longest = model.step(torch.tensor([50, 0, 0, 0]), chosen)[0]
+    whole = model.logits(*fresh([*PROMPTS[0], *continuations[0], 50]))[0, -1]
+    torch.testing.assert_close(longest, whole, atol=1e-4, rtol=1e-4)

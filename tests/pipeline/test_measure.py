@@ -1,7 +1,8 @@
-"""The eval stage on a small model and a corpus of three domains held in memory."""
+"""Measuring: the eval stage on a small model and a corpus of three domains held in memory."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,11 +13,16 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from evals.domains import domain_loss
+from evals.domains import document_loss, domain_loss
+from evals.harness import Subject
+from evals.lm import Hybrid
+from evals.registry import TaskSettings, TaskUnavailableError
+from evals.tokenizers import Plain
 from model import HybridModel, ModelConfig
-from pipeline.config import EvalsConfig
+from pipeline.config import ConfigError, EvalsConfig, IncompleteError
 from pipeline.data.stream import validation_rows
-from pipeline.evaluate import evaluate
+from pipeline.evaluation.command import refuse_incomplete
+from pipeline.evaluation.measure import Measured, measure
 
 pytestmark = pytest.mark.slow
 
@@ -104,8 +110,13 @@ def results(dataset: FakeDataset, folder: Path) -> dict[str, Any]:
     return run(dataset, folder / "step-10", CONFIG)
 
 
-def run(dataset: Any, folder: Path, config: EvalsConfig, **settings: Any) -> dict[str, Any]:
-    return evaluate(build(0), build(1), dataset, config, folder, LENGTH, 0, **settings)
+def run(
+    dataset: Any, folder: Path, config: EvalsConfig, identity: str = "a", **settings: Any
+) -> dict[str, Any]:
+    lm = Hybrid(build(0))
+    subject = Subject(lm, Plain(dataset.tokenizer), EOS, LENGTH, config.batch_size)
+    measured = Measured(subject, identity, dataset, lm.model, build(1))
+    return measure(measured, config, folder, LENGTH, 0, **settings)
 
 
 def test_results_are_written_as_returned(results: dict[str, Any], folder: Path) -> None:
@@ -195,8 +206,130 @@ def test_held_out_text_too_short_for_questions_leaves_the_task_out(tmp_path: Pat
     results = run(short, tmp_path / "eval", CONFIG, progress=told.append)
     assert results["tasks"] == {}
     assert "too short" in told[-1]
+    assert "too short" in results["skipped"]["continuation"]
+
+
+class Refuses(Hybrid):
+    """A model that must not be asked."""
+
+    def hidden(self, tokens_BT: Any) -> Any:
+        raise AssertionError("computed again")
+
+    prefill = hidden
+
+
+def remeasure(dataset: Any, folder: Path, config: EvalsConfig, identity: str) -> dict[str, Any]:
+    subject = Subject(Refuses(build(0)), Plain(dataset.tokenizer), EOS, LENGTH, config.batch_size)
+    return measure(Measured(subject, identity, dataset, build(0), build(1)), config, folder, 128, 0)
+
+
+def test_a_finished_result_is_not_computed_again_unless_something_differs(
+    dataset: FakeDataset, tmp_path: Path
+) -> None:
+    first = run(dataset, tmp_path, CONFIG)
+    assert remeasure(dataset, tmp_path, CONFIG, "a") == first
+    changes: list[tuple[str, EvalsConfig]] = [
+        ("other weights", CONFIG),
+        ("a", dataclasses.replace(CONFIG, limit=3)),
+        ("a", dataclasses.replace(CONFIG, num_questions=9)),
+        ("a", dataclasses.replace(CONFIG, again=True)),
+        ("a", dataclasses.replace(CONFIG, details={"continuation": TaskSettings(metric="acc")})),
+    ]
+    for identity, config in changes:
+        with pytest.raises(AssertionError, match="computed again"):
+            remeasure(dataset, tmp_path, config, identity)
+
+
+class Dies(Hybrid):
+    """A model that is killed after some batches."""
+
+    def __init__(self, model: HybridModel, batches: int) -> None:
+        super().__init__(model)
+        self.left = batches
+        self.rows = 0
+
+    def prefill(self, prompts: Any, room: int) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+        self.rows += len(prompts)
+        return super().prefill(prompts, room)
+
+
+def test_an_interrupted_task_goes_on_where_it_stopped(dataset: FakeDataset, tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, batch_size=8)
+
+    def attempt(batches: int) -> tuple[Dies, dict[str, Any] | None]:
+        lm = Dies(build(0), batches)
+        subject = Subject(lm, Plain(dataset.tokenizer), EOS, LENGTH, config.batch_size)
+        measured = Measured(subject, "a", dataset, build(0), build(1))
+        try:
+            return lm, measure(measured, config, tmp_path, LENGTH, 0)
+        except KeyboardInterrupt:
+            return lm, None
+
+    whole = run(dataset, tmp_path / "other", config)
+    killed, nothing = attempt(2)
+    assert nothing is None
+    going_on, results = attempt(1000)
+    assert results is not None
+    assert killed.rows + going_on.rows == 12  # each question's context once in all
+    assert killed.rows > 0
+    assert results["tasks"] == whole["tasks"]
+    assert not list(tmp_path.glob(".*.db"))
+
+
+def test_a_task_whose_data_cannot_be_had_is_named_with_the_reason(
+    dataset: FakeDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(self: Any, name: str, files: Any, cache: str) -> Any:
+        raise TaskUnavailableError("ConnectionError: the hub is away")
+
+    monkeypatch.setattr("evals.registry.Registry.build", gone)
+    config = dataclasses.replace(CONFIG, tasks=("piqa",))
+    results = run(dataset, tmp_path, config)
+    assert results["skipped"] == {"piqa": "ConnectionError: the hub is away"}
+    with pytest.raises(IncompleteError, match=r"piqa \(ConnectionError: the hub is away\)"):
+        refuse_incomplete(results)
+    with pytest.raises(ConfigError, match="piqa: ConnectionError"):
+        run(dataset, tmp_path, dataclasses.replace(config, on_missing="fail"))
+
+
+def test_model_code_is_run_only_where_it_is_allowed(dataset: FakeDataset, tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, tasks=("humaneval_plus",))
+    results = run(dataset, tmp_path, config)
+    assert "evals.allow_code=true" in results["skipped"]["humaneval_plus"]
+    refuse_incomplete(results)  # it was never asked for
+
+
+def test_local_tasks_say_what_they_are(dataset: FakeDataset, tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    piqa = [{"query": f"Question: {i}?\n", "choices": ["a b", "c"], "gold": 0} for i in range(6)]
+    (files / "piqa.jsonl").write_text("\n".join(map(json.dumps, piqa)))
+    config = EvalsConfig(tasks=("local_piqa",), files=str(files), limit=5)
+    task = run(dataset, tmp_path / "eval", config)["tasks"]["local_piqa"]
+    assert task["label"] == "PIQA, validation questions of a local file"
+    assert (task["metric"], task["chance"], task["num_samples"]) == ("acc_norm", 0.5, 5)
+    assert (task["version"], task["num_fewshot"], task["truncated"]) == (1.0, 0, 0)
+    assert task["standard_error"] >= 0
+    with pytest.raises(ConfigError, match="which is not there"):
+        run(dataset, tmp_path, dataclasses.replace(config, tasks=("local_arc_easy",)))
+    with pytest.raises(ConfigError, match=r"evals\.files=<folder>"):
+        run(dataset, tmp_path, dataclasses.replace(config, files=None))
+
+
+def test_text_and_packed_rows_give_one_loss(dataset: FakeDataset, results: dict[str, Any]) -> None:
+    """A model of another tokenizer reads the held-out text; with ours, windows of a document are
+    those of a row that it fills."""
+    documents = [[*dataset.tokenizer.encode(text).ids, EOS] for text in dataset.texts["code"]]
+    sizes = [len(text.encode()) for text in dataset.texts["code"]]
+    loss = document_loss(Hybrid(build(0)), documents, sizes, lambda token: 1, 128)
+    domain = results["domains"]["code"]
+    assert (loss.tokens, loss.bytes) == (domain["tokens"], domain["bytes"])
+    assert loss.bits_per_byte == pytest.approx(domain["bits_per_byte"], rel=0.02)
 
 
 def test_the_harness_is_imported_only_when_a_task_runs() -> None:
-    check = "import sys, pipeline.evaluate; sys.exit('lm_eval' in sys.modules)"
+    check = "import sys, pipeline.evaluation.command; sys.exit('lm_eval' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

@@ -1,0 +1,66 @@
+"""Scores side by side: this model, others that were evaluated here, and the paper's 12B."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SUITE = Path(__file__).resolve().parents[2] / "conf" / "evals" / "paper.yaml"
+
+
+def paper_scores() -> dict[str, dict[str, Any]]:
+    """What arXiv 2509.25149 reports for its 12B, by task: label, FP8 and NVFP4 in percent."""
+    details = yaml.safe_load(SUITE.read_text())["details"]
+    return {
+        name: {
+            "label": task["label"], "fp8": task["paper_fp8"], "nvfp4": task["paper_nvfp4"],
+        }
+        for name, task in details.items()
+    }  # fmt: skip
+
+
+def paper_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row for each task of the paper that was evaluated: ours beside the paper's columns."""
+    tasks = results.get("tasks", {})
+    return [
+        {"label": paper["label"], "ours": 100 * tasks[name]["score"], **tasks[name], **paper}
+        for name, paper in paper_scores().items()
+        if name in tasks
+    ]
+
+
+def others(root: Path) -> dict[str, dict[str, Any]]:
+    """The results of every model folder that was evaluated below this root, by name."""
+    found = {}
+    for path in sorted((root / "evals").glob("*/results.json")):
+        results = json.loads(path.read_text())
+        if "name" in results:
+            found[results["name"]] = results
+    return found
+
+
+def score_table(models: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Lines: a task each, a column for each model, with standard errors."""
+    names = list(dict.fromkeys(n for results in models.values() for n in results["tasks"]))
+    rows = [["task", "metric", "questions", *models]]
+    for name in names:
+        tasks = [results["tasks"].get(name) for results in models.values()]
+        known = next(task for task in tasks if task)
+        cells = [_cell(task) for task in tasks]
+        rows.append([name, known["metric"], str(known["num_samples"]), *cells])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def _cell(task: Mapping[str, Any] | None) -> str:
+    if task is None:
+        return "-"
+    scale = 1 if "perplex" in task["metric"] else 100
+    error = f" ± {scale * task['standard_error']:.1f}" if task["standard_error"] else ""
+    return f"{scale * task['score']:.1f}{error}"
