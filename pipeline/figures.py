@@ -196,6 +196,38 @@ def draw_continuation(curves: Curves, results: Results) -> Figure | None:
     return figure
 
 
+def draw_scores(evaluations: Sequence[Results]) -> Figure | None:
+    """Each task's score against tokens trained, with standard errors; dotted: what guessing gets.
+
+    None where fewer than two checkpoints were evaluated. Perplexities have other axes: left out.
+    """
+    points: dict[str, list[tuple[float, float, float, float]]] = {}
+    for evaluation in evaluations:
+        for name, task in evaluation["tasks"].items():
+            if "perplex" not in task["metric"]:
+                error = task["standard_error"] or 0.0
+                point = (evaluation["tokens"], task["score"], error, task["chance"])
+                points.setdefault(name, []).append(point)
+    points = {name: each for name, each in points.items() if len(each) > 1}
+    if not points:
+        return None
+    figure, (axes,) = _figure(1, height=3.8)
+    curves = {name: Curve(*np.array(each).T[:2]) for name, each in points.items()}
+    unit, divisor = _token_unit(curves)
+    for color, (name, each) in zip(_cycle(SERIES, len(points)), points.items(), strict=True):
+        tokens, scores, errors, chances = np.array(each).T
+        axes.errorbar(
+            tokens / divisor, scores, errors, color=color, marker="o", markersize=4, capsize=2,
+            linewidth=1.4, label=name,
+        )  # fmt: skip
+        axes.axhline(chances[-1], color=color, linestyle=":", linewidth=1)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_ylabel("score")
+    axes.set_xlabel(f"tokens trained ({unit})")
+    figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=8.5)
+    return figure
+
+
 def draw_quantization(curves: Curves, results: Results) -> Figure | None:
     """Rounding error and flushed elements by operand: the median layer, and the span of all."""
     panels = {

@@ -14,7 +14,7 @@ VERBS = {
     "run": "all stages: prepare a corpus, train, evaluate, report",
     "prepare": "tokenize and pack the corpus; reused while its inputs are unchanged",
     "train": "prepare where needed, then train",
-    "eval": "evaluate a run's checkpoint again: eval run=<id|latest>",
+    "eval": "evaluate a run, a checkpoint or a model folder: eval run=<id|latest|folder>",
     "report": "write a run's report again: report run=<id|latest>",
     "compare": "measure recipes against BF16: compare fidelity run=<id|latest>",
     "export": "write a run's checkpoint as a Hugging Face folder: export run=<id|latest>",
@@ -43,7 +43,12 @@ EXAMPLES = {
     "train": (("train precision=fp8", "without evaluation and report"),),
     "eval": (
         ("eval run=latest", "evaluate the newest run again"),
-        ("eval run=latest evals.num_questions=1000", "with other settings"),
+        ("eval run=latest evals=paper step=all", "the paper's tasks, on every checkpoint"),
+        ("eval run=latest evals=offline files=<folder>", "public test sets from local files"),
+        ("eval run=latest evals=offline 'evals.tasks=[local_piqa]' limit=200", "one, in part"),
+        ("eval run=latest precision=recipe", "with weights and activations as trained"),
+        ("eval run=latest watch=true", "each new checkpoint of a run that is training"),
+        ("eval run=<Hugging Face folder> evals=paper", "another model, for the same table"),
     ),
     "report": (("report run=latest", "write the report again"),),
     "compare": (

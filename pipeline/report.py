@@ -17,7 +17,8 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from pipeline.curves import Branch, read_curves
-from pipeline.figures import draw_all, draw_family
+from pipeline.evaluation.tables import others, paper_rows, results_of
+from pipeline.figures import draw_all, draw_family, draw_scores
 from pipeline.lineage import family
 from pipeline.runs import RunFolder, write_whole
 
@@ -34,6 +35,8 @@ def write_report(run: RunFolder) -> Path:
     figures = draw_all(curves, results)
     if sum(branch.loss is not None for branch in branches) > 1:
         figures["family"] = draw_family(branches, run.id)
+    if scores := draw_scores(results_of(run)):
+        figures["scores"] = scores
     images = {}
     for name, figure in figures.items():
         path = run.figures / f"{name}.png"
@@ -46,7 +49,10 @@ def write_report(run: RunFolder) -> Path:
             run_id=run.id,
             results=results,
             domains=results.get("eval", {}).get("domains", {}),
-            tasks=results.get("eval", {}).get("tasks", {}),
+            tasks=_tasks(results),
+            skipped=results.get("eval", {}).get("skipped", {}),
+            paper=paper_rows(results.get("eval", {})),
+            others=others(run.path.parent),
             overall=_overall(results),
             precision=_precision_summary(results),
             seconds=results.get("seconds", {}),
@@ -79,6 +85,16 @@ def _branches(run: RunFolder) -> list[Branch]:
         )
         for member, lineage in members
     ]
+
+
+def _tasks(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Each task's results; what an earlier version left out stands as a dash."""
+    unknown = dict.fromkeys(("standard_error", "chance")) | {"metric": "acc"}
+    unknown |= dict.fromkeys(("num_fewshot", "version"), "\N{EN DASH}")
+    return {
+        name: unknown | {"label": name, "score": task.get("accuracy")} | task
+        for name, task in results.get("eval", {}).get("tasks", {}).items()
+    }
 
 
 def _overall(results: Mapping[str, Any]) -> dict[str, float]:

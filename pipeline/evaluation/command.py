@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from pipeline.data.shards import Dataset
 from pipeline.evaluation import targets
 from pipeline.evaluation.measure import RESULTS, Measured, check_tasks, go_offline, measure
 from pipeline.evaluation.record import Recorder
-from pipeline.evaluation.tables import score_table
+from pipeline.evaluation.tables import results_of, score_table
 from pipeline.evaluation.workers import RayWorkers
 from pipeline.runs import RunFolder, locked, root_folder, write_whole
 from pipeline.tracking import TrackingError
@@ -248,9 +248,3 @@ def _kept_on_disk() -> Iterator[None]:
         yield
     except TrackingError as error:
         say(f"tracking store unreachable, results are kept on disk: {error}")
-
-
-def results_of(run: RunFolder) -> Sequence[dict[str, Any]]:
-    """The results of every evaluated checkpoint of a run, by step."""
-    found = [json.loads(path.read_text()) for path in run.evals.glob(f"step-*/{RESULTS}")]
-    return sorted((each for each in found if "step" in each), key=lambda each: each["step"])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from pipeline.runs import RunFolder
 
 SUITE = Path(__file__).resolve().parents[2] / "conf" / "evals" / "paper.yaml"
 
@@ -31,6 +33,12 @@ def paper_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
         for name, paper in paper_scores().items()
         if name in tasks
     ]
+
+
+def results_of(run: RunFolder) -> Sequence[dict[str, Any]]:
+    """The results of every evaluated checkpoint of a run, by step."""
+    found = [json.loads(path.read_text()) for path in run.evals.glob("step-*/results.json")]
+    return sorted((each for each in found if "tokens" in each), key=lambda each: each["step"])
 
 
 def others(root: Path) -> dict[str, dict[str, Any]]:

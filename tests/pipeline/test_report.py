@@ -57,7 +57,10 @@ def metrics() -> list[dict[str, Any]]:
 def results() -> dict[str, Any]:
     baselines = {"bigram": 2.1, "unigram": 3.3, "untrained": 4.6}
     domain = {f"{name}_bits_per_byte": value for name, value in baselines.items()}
-    task = {"accuracy": 0.52, "standard_error": 0.029, "num_samples": 300}
+    task = {
+        "label": "continuation", "metric": "acc_mutual_info", "score": 0.52, "accuracy": 0.52,
+        "standard_error": 0.029, "num_samples": 300,
+    }  # fmt: skip
     linear = {"fprop": "nvfp4", "dgrad": "nvfp4", "wgrad": "nvfp4", "backend": "emulated"}
     return {
         "run_id": "r",
@@ -269,7 +272,37 @@ def test_tasks_may_be_left_out_of_an_evaluation(run: RunFolder) -> None:
 def test_a_task_without_chance_or_error_is_shown_with_a_dash(run: RunFolder) -> None:
     task = {"num_samples": 10, "accuracy": 0.5, "metrics": {}}
     change(run, eval={"domains": results()["eval"]["domains"], "tasks": {"other": task}})
-    assert "other 50.0% - - - 10" in text_of(html_of(run)).replace("\N{EN DASH}", "-")
+    assert "other acc 50.0% - - 10" in text_of(html_of(run)).replace("\N{EN DASH}", "-")
+
+
+PIQA = {
+    "label": "PIQA", "metric": "acc_norm", "score": 0.611, "standard_error": 0.01, "chance": 0.5,
+    "num_samples": 1838, "num_fewshot": 0, "version": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_the_papers_columns_and_other_models_stand_beside_the_runs_scores(run: RunFolder) -> None:
+    domains = results()["eval"]["domains"]
+    change(run, eval={"domains": domains, "tasks": {"piqa": PIQA}, "skipped": {"mmlu": "no hub"}})
+    other = run.path.parent / "evals" / "theirs-1"
+    other.mkdir(parents=True)
+    theirs = {"name": "theirs", "tasks": {"piqa": PIQA | {"score": 0.7}}}
+    (other / "results.json").write_text(json.dumps(theirs))
+    text = text_of(html_of(run))
+    assert "PIQA acc_norm 61.1% 1.0% 50.0% 70.0% 1838 0 1.0" in text
+    assert "PIQA 61.10 82.64 82.70" in text
+    assert "Left out: mmlu (no hub)." in text
+
+
+def test_scores_are_drawn_against_tokens_once_two_checkpoints_have_some(run: RunFolder) -> None:
+    for step in (10, 20):
+        folder = run.evals / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        record = {"step": step, "tokens": step * 100, "tasks": {"piqa": PIQA}}
+        (folder / "results.json").write_text(json.dumps(record))
+        html_of(run)
+        assert (run.figures / "scores.png").is_file() == (step == 20)
 
 
 def test_a_run_that_has_not_trained_says_so(run: RunFolder) -> None:
