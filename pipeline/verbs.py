@@ -76,8 +76,11 @@ def prepare(raw: dict[str, Any], overrides: list[str]) -> None:
 def eval(raw: dict[str, Any], overrides: list[str]) -> None:
     """The eval stage on an existing run, and its report anew; or on a model that no run made."""
     from pipeline.evaluation import command
+    from pipeline.evaluation.targets import names_folder
     from pipeline.stages import dataset_folder
 
+    if not names_folder(str(raw["run"])):
+        _check_overrides(overrides)
     composed, named = command.named(raw)
     if named.run is None:
         assert named.folder is not None
@@ -348,13 +351,7 @@ def _existing(
 ) -> tuple[Config, RunFolder]:
     """The run that `run=` names, or `found`, with its own configuration, but for what may be
     overridden."""
-    for override in overrides:
-        section = override.lstrip("+~").partition("=")[0].partition(".")[0]
-        if section not in OVERRIDABLE:
-            raise ConfigError(
-                f"{override}: a run's own configuration stands; here only "
-                f"{', '.join(OVERRIDABLE)} can be given"
-            )
+    _check_overrides(overrides)
     composed = from_dict(raw)
     if composed.run is None:
         raise ConfigError("run: name the run: run=<id> or run=latest")
@@ -362,10 +359,21 @@ def _existing(
     own, now = load_config(found).to_dict(), composed.to_dict()
     for override in overrides:
         section, _, key = override.lstrip("+~").partition("=")[0].partition(".")
+        key = key.partition(".")[0]
         if section in {"evals", "tracking"}:
             own[section] = {**own[section], key: now[section][key]} if key else now[section]
     own |= {key: now[key] for key in ("root", "export", "fidelity", "generate", "step")}
     return from_dict(own), found
+
+
+def _check_overrides(overrides: list[str]) -> None:
+    for override in overrides:
+        section = override.lstrip("+~").partition("=")[0].partition(".")[0]
+        if section not in OVERRIDABLE:
+            raise ConfigError(
+                f"{override}: a run's own configuration stands; here only "
+                f"{', '.join(OVERRIDABLE)} can be given"
+            )
 
 
 def _is_of(found: RunFolder, fingerprint: str) -> bool:

@@ -190,8 +190,8 @@ def named(raw: dict[str, Any]) -> tuple[Config, targets.Named]:
     config = from_dict(raw)
     if config.run is None:
         raise ConfigError(
-            "run: name what to evaluate: run=<id>, run=latest, an MLflow run's id, a checkpoint's "
-            "or a Hugging Face folder"
+            "run: name the run, run=<id> or run=latest, or its MLflow id; or a checkpoint's or a "
+            "Hugging Face folder"
         )
     return config, targets.find(config)
 

@@ -46,6 +46,11 @@ class Named:
     folder: Path | None = None
 
 
+def names_folder(wanted: str) -> bool:
+    """Whether `run=` names a folder or a URI, not a run."""
+    return "://" in wanted or Path(wanted).expanduser().is_dir()
+
+
 def find(config: Config) -> Named:
     """Resolve `run=`. Raises `ConfigError` that says what was looked for."""
     wanted = str(config.run)
