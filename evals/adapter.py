@@ -35,10 +35,10 @@ class Local:
 class HarnessModel(TemplateLM):
     """Scores and continues text; the same numbers on any number of workers.
 
-    Contexts longer than `max_length` lose their beginning, as with the harness's own models; how
-    many did is counted in `truncated`. A text without context is conditioned on the tokenizer's
-    beginning-of-text token, or else its end-of-text token, as the harness prescribes; a model that
-    learns no prediction there says little by the score of such a text's first token.
+    Contexts longer than `max_length` lose their beginning, as with the harness's own models. A text
+    without context is conditioned on the tokenizer's beginning-of-text token, or else its
+    end-of-text token, as the harness prescribes; a model that learns no prediction there says
+    little by the score of such a text's first token.
 
     Args:
         tokenizer: has `encode(text)` and `decode(ids)`; see `evals.tokenizers`.
@@ -64,7 +64,6 @@ class HarnessModel(TemplateLM):
         self.max_length = max_length
         self.batch_size = batch_size
         self.shares_prefixes = shares_prefixes
-        self.truncated = 0
 
     @property
     def eot_token_id(self) -> int:
@@ -81,6 +80,15 @@ class HarnessModel(TemplateLM):
 
     def tok_decode(self, tokens: Sequence[int]) -> str:
         return self.text_tokenizer.decode(tokens)
+
+    def truncates(self, request: Instance) -> bool:
+        """Whether a request's context loses its beginning; a rolling text loses nothing."""
+        if request.request_type == "loglikelihood_rolling":
+            return False
+        context, rest = request.args
+        if request.request_type == "generate_until":
+            return len(self.tok_encode(context)) > self.max_length - self._settings(rest)[0]
+        return len(self.tok_encode(context + rest)) - 1 > self.max_length
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = True
@@ -162,7 +170,6 @@ class HarnessModel(TemplateLM):
             text, settings = request.args
             limit, stops = self._settings(settings)
             tokens = self.tok_encode(text) or [self.prefix_token_id]
-            self.truncated += len(tokens) > self.max_length - limit
             tokens = tokens[-(self.max_length - limit) :]
             alike.setdefault((limit, stops), []).append((tokens, place))
         for (limit, stops), prompts in alike.items():
@@ -194,5 +201,4 @@ class HarnessModel(TemplateLM):
                 "the model is evaluated at; drop the task or evaluate at a longer sequence"
             )
         surplus = len(context) + len(continuation) - 1 - self.max_length
-        self.truncated += surplus > 0
         return context[max(surplus, 0) :], continuation

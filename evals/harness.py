@@ -119,7 +119,9 @@ def run_task(
             caching.dbdict.close()
         samples = [each for part in outcome["samples"].values() for each in part]
         _write_samples(samples, folder / f"{name}_samples.jsonl")
-        summary = _summary(name, settings, outcome, loaded) | {"truncated": lm.truncated}
+        requests = [each for task in loaded["tasks"].values() for each in task.instances]
+        truncated = sum(map(lm.truncates, requests))
+        summary = _summary(name, settings, outcome, loaded) | {"truncated": truncated}
         if responses is not None:
             responses.unlink()
     return summary

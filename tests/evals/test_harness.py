@@ -114,6 +114,18 @@ def test_long_contexts_lose_their_beginning(adapter: HarnessModel, hybrid: Hybri
     kept = ids[-(MAX_LENGTH - len(scored) + 1) :]
     (result,) = adapter.loglikelihood(requests((context, continuation)))
     assert result[0] == pytest.approx(direct(hybrid, kept, scored)[0], rel=1e-5)
+    asked = [
+        SimpleNamespace(request_type=kind, args=args)
+        for kind, args in (
+            ("loglikelihood", (context, continuation)),
+            ("loglikelihood", ("a" * (MAX_LENGTH - 7), continuation)),
+            ("generate_until", ("a" * 30, {"max_gen_toks": 19})),
+            ("generate_until", ("a" * 30, {"max_gen_toks": 18})),
+            ("loglikelihood_rolling", (context,)),
+        )
+    ]
+    cut = [adapter.truncates(request) for request in asked]  # type: ignore[arg-type]
+    assert cut == [True, False, True, False, False]
 
 
 def test_a_continuation_longer_than_the_model_is_refused(adapter: HarnessModel) -> None:

@@ -11,7 +11,7 @@ from evals import sandbox
 from evals.code_tasks import humaneval, mbpp
 from evals.sandbox import Limits, SandboxUnavailableError, run_program
 
-LIMITS = Limits(seconds=4)
+LIMITS = Limits(cpu_seconds=5)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,10 +79,11 @@ def test_files_elsewhere_stay_as_they_are(deed: str, tmp_path: Path) -> None:
 
 
 def test_a_loop_ends_in_time() -> None:
+    assert run_program("while True: pass", Limits(cpu_seconds=1)).reason == "timeout of the CPU"
     started = time.monotonic()
-    outcome = run_program("while True: pass", Limits(seconds=1))
-    assert (outcome.passed, "timeout" in outcome.reason) == (False, True)
-    assert time.monotonic() - started < 10
+    outcome = run_program("import time; time.sleep(1000)", Limits(seconds=2))
+    assert outcome.reason == "timeout after 2 s"
+    assert time.monotonic() - started < 30
 
 
 def test_where_the_kernel_grants_nothing_no_program_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,4 +104,4 @@ def test_completions_are_scored_with_their_tests() -> None:
     assert humaneval(document, ["    return a - b\n"]) == {"pass_at_1": 0.0}
     problem = {"test_setup_code": "import math", "test_list": ["assert area(1) == math.pi"]}
     assert mbpp(problem, ["def area(r):\n    return math.pi * r * r"]) == {"pass_at_1": 1.0}
-    assert mbpp(problem, ["def area(r):\n    while True: pass"]) == {"pass_at_1": 0.0}
+    assert mbpp(problem, ["def area(r):\n    return 3"]) == {"pass_at_1": 0.0}
