@@ -14,7 +14,7 @@ from typing import Any
 
 from evals.scoring import Scorer
 from pipeline.config import Config, ConfigError, IncompleteError, from_dict
-from pipeline.data.shards import Dataset
+from pipeline.data.shards import open_corpus
 from pipeline.evaluation import targets
 from pipeline.evaluation.measure import RESULTS, Measured, check_tasks, go_offline, measure
 from pipeline.evaluation.record import Recorder
@@ -61,7 +61,7 @@ def evaluate_checkpoint(
     mlflow_run_id: str | None,
 ) -> dict[str, Any]:
     """Measure one checkpoint, keep the results beside it and send them to MLflow."""
-    dataset = Dataset.open(dataset_path)
+    dataset = open_corpus(config.data, dataset_path)
     measured = targets.of_checkpoint(config, found, dataset)
     folder = run.evals / found.path.name
     make = partial(_scorer_of_checkpoint, config, found, dataset_path)
@@ -98,7 +98,7 @@ def evaluate_folder(config: Config, folder: Path) -> dict[str, Any]:
     if alone:
         config = targets.standalone_config(folder, config)
         prepared = targets.prepared_folder(config.data, root_folder(config))
-        dataset = Dataset.open(prepared) if prepared.is_dir() else None
+        dataset = open_corpus(config.data, prepared) if prepared.is_dir() else None
         measured = targets.of_checkpoint(config, _at(folder), dataset)
         make = partial(_scorer_of_checkpoint, config, _at(folder), prepared)
     else:
@@ -221,7 +221,7 @@ def _working(config: Config, measured: Measured, make: Any) -> Iterator[Measured
 
 
 def _scorer_of_checkpoint(config: Config, found: Checkpoint, dataset_path: Path) -> Scorer:
-    return _scorer(targets.of_checkpoint(config, found, Dataset.open(dataset_path)))
+    return _scorer(targets.of_checkpoint(config, found, open_corpus(config.data, dataset_path)))
 
 
 def _scorer_of_folder(config: Config, folder: Path) -> Scorer:

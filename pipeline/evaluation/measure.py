@@ -180,7 +180,8 @@ def _tasks(
     skipped: dict[str, str] = {}
     registry: Registry | None = None
     for name in config.tasks:
-        files, too_short = _files(config), {}
+        files = _files(config)
+        too_short: dict[str, int] = {}
         try:
             if name == CONTINUATION:
                 path, too_short = _questions(measured.dataset, config, folder, seed)

@@ -22,7 +22,7 @@ from evals.lm import Hybrid, LanguageModel
 from evals.tokenizers import OfTransformers, Plain
 from pipeline.config import Config, ConfigError, from_dict
 from pipeline.data.prepare import prepared_folder
-from pipeline.data.shards import Dataset
+from pipeline.data.shards import Dataset, open_corpus
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.evaluation.measure import Measured
 from pipeline.hf_folder import CONFIG, read_json
@@ -204,7 +204,7 @@ def of_folder(config: Config, folder: Path) -> Measured:
             eos if bos is None else bos,
         ),
         folder_identity(folder),
-        Dataset.open(prepared) if prepared.is_dir() else None,
+        open_corpus(config.data, prepared) if prepared.is_dir() else None,
     )
 
 
