@@ -58,7 +58,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         print(verb_help(verb))
         sys.exit(0)
     if verb in KINDS:
-        verb, overrides = f"{verb} {_kind(verb, overrides)}", overrides[1:]
+        kind = _kind(verb, overrides)
+        verb, overrides = f"{verb} {kind}", [item for item in overrides if item != kind]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises; this function words the message
     # Idle OpenMP threads sleep: where they spin, one busy neighbour makes a step 20 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -135,6 +136,8 @@ def _verb_function(verb: str) -> Callable[[dict[str, Any], list[str]], None]:
 def _kind(verb: str, overrides: list[str]) -> str:
     """The word after a verb that says what of it to do; Hydra would refuse it."""
     word = overrides[0] if overrides else ""
+    if verb == "compare" and any(item.startswith("+study=") for item in overrides):
+        return "study"
     if word not in KINDS[verb]:
         hint = nearest(word, KINDS[verb])
         _fail(f"{verb}: say what, as {verb} {KINDS[verb][0]} run=latest; {hint}")
@@ -146,7 +149,7 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 
 
 def _courtesy(override: str, verb: str) -> str:
-    """`experiment=x` means `+experiment=x`: the group has no default to replace.
+    """`experiment=x` means `+experiment=x`, as `study`: the group has no default to replace.
 
     A key of the verb's own section is given the section's name.
     """
@@ -157,7 +160,7 @@ def _courtesy(override: str, verb: str) -> str:
             return f"{section}.{override}"
     if verb in SIZED and key == "nodes":
         return f"cluster.{override}"
-    return f"+{override}" if key == "experiment" else override
+    return f"+{override}" if key in {"experiment", "study"} else override
 
 
 def _composition_mistake(error: Exception, overrides: list[str]) -> str | None:

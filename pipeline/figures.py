@@ -49,9 +49,9 @@ def draw_loss(curves: Curves, results: Results) -> Figure | None:
     """Training loss, raw and smoothed, and the held-out loss in both precisions."""
     if "train/loss" not in curves:
         return None
-    figure, (axes,) = _figure(1, height=4.2)
+    figure, (axes,) = new_figure(1, height=4.2)
     train = curves["train/loss"]
-    unit, divisor = _token_unit(curves)
+    unit, divisor = token_unit(curves)
     axes.plot(train.tokens / divisor, train.values, color=TRAINING, linewidth=0.7, alpha=0.8)
     smooth = train.smooth()
     axes.plot(smooth.tokens / divisor, smooth.values, color=OURS, linewidth=1.8, label="training")
@@ -82,8 +82,8 @@ def draw_validation(curves: Curves, results: Results) -> Figure | None:
     domains = [name for name in curves if re.fullmatch(f"validation/.+{ending}", name)]
     if not domains:
         return None
-    figure, (axes,) = _figure(1, height=3.4)
-    unit, divisor = _token_unit(curves)
+    figure, (axes,) = new_figure(1, height=3.4)
+    unit, divisor = token_unit(curves)
     for color, name in zip(_cycle(SERIES, len(domains)), domains, strict=True):
         curve = curves[name]
         label = name.removeprefix("validation/").removesuffix(ending)
@@ -106,8 +106,8 @@ def draw_schedule(curves: Curves, results: Results) -> Figure | None:
     panels = {name: label for name, label in panels.items() if name in curves}
     if not panels:
         return None
-    figure, all_axes = _figure(len(panels), height=2.8)
-    unit, divisor = _token_unit(curves)
+    figure, all_axes = new_figure(len(panels), height=2.8)
+    unit, divisor = token_unit(curves)
     for axes, (name, label) in zip(all_axes, panels.items(), strict=True):
         curve = curves[name]
         noisy = name == "train/grad_norm"
@@ -139,7 +139,7 @@ def draw_domains(curves: Curves, results: Results) -> Figure | None:
     if not domains:
         return None
     kinds = {"trained": OURS} | BASELINES
-    figure, (axes,) = _figure(1, height=0.9 + 0.95 * len(domains))
+    figure, (axes,) = new_figure(1, height=0.9 + 0.95 * len(domains))
     height = 0.8 / len(kinds)
     for place, (kind, color) in enumerate(kinds.items()):
         key = "bits_per_byte" if kind == "trained" else f"{kind}_bits_per_byte"
@@ -168,7 +168,7 @@ def draw_continuation(curves: Curves, results: Results) -> Figure | None:
     names = list(rows)
     shares = [row["accuracy"] for row in rows.values()]
     errors = [row["standard_error"] for row in rows.values()]
-    figure, (axes,) = _figure(1, height=0.9 + 0.42 * len(names))
+    figure, (axes,) = new_figure(1, height=0.9 + 0.42 * len(names))
     colors = [OURS] + [TRAINING] * len(per_domain)
     axes.barh(names, shares, 0.6, color=colors, xerr=errors, error_kw={"ecolor": INK})
     for name, share, error in zip(names, shares, errors, strict=True):
@@ -237,8 +237,8 @@ def draw_quantization(curves: Curves, results: Results) -> Figure | None:
     found = {stat: _by_role(curves, stat) for stat in panels}
     if not any(found.values()):
         return None
-    figure, all_axes = _figure(len(panels), height=3.4)
-    unit, divisor = _token_unit(curves)
+    figure, all_axes = new_figure(len(panels), height=3.4)
+    unit, divisor = token_unit(curves)
     for axes, (stat, label) in zip(all_axes, panels.items(), strict=True):
         for color, (role, layers) in zip(
             _cycle(SERIES, len(found[stat])), sorted(found[stat].items()), strict=True
@@ -266,8 +266,8 @@ def draw_quantization(curves: Curves, results: Results) -> Figure | None:
 def draw_family(branches: Sequence[Branch], run_id: str) -> Figure:
     """The loss of a run and its relatives as one tree: a child's begins at its parent's curve."""
     smooth = {branch.run_id: branch.loss.smooth() for branch in branches if branch.loss}
-    figure, (axes,) = _figure(1, height=3.8 + 0.2 * len(smooth))
-    unit, divisor = _token_unit(smooth)
+    figure, (axes,) = new_figure(1, height=3.8 + 0.2 * len(smooth))
+    unit, divisor = token_unit(smooth)
     drawn = [branch for branch in branches if branch.run_id in smooth]
     drawn.sort(key=lambda branch: branch.run_id != run_id)  # the run itself first, in our colour
     for color, branch in zip(_cycle(SERIES, len(drawn)), drawn, strict=True):
@@ -291,7 +291,7 @@ def draw_family(branches: Sequence[Branch], run_id: str) -> Figure:
 
 def draw_fidelity(result: Results) -> Figure:
     """What `compare fidelity` measured: each recipe's error by GEMM, and bias over draws."""
-    figure, (errors, draws) = _figure(2, height=4.4)
+    figure, (errors, draws) = new_figure(2, height=4.4)
     recipes = list(result["recipes"])
     for color, (gemm, label) in zip(
         SERIES, {"fprop": "Fprop", "dgrad": "Dgrad", "wgrad": "Wgrad"}.items(), strict=False
@@ -338,7 +338,8 @@ def _by_role(curves: Curves, stat: str) -> dict[str, list[Curve]]:
     return roles
 
 
-def _figure(columns: int, height: float) -> tuple[Figure, Sequence[Axes]]:
+def new_figure(columns: int, height: float) -> tuple[Figure, Sequence[Axes]]:
+    """A figure in the reports' style with so many panels side by side; height in inches."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained", dpi=150)
     grid = figure.subplots(1, columns, squeeze=False)[0]
     for axes in grid:
@@ -364,7 +365,7 @@ def _mark_phases(axes: Axes, results: Results, divisor: float, labels: bool = Tr
             )  # fmt: skip
 
 
-def _token_unit(curves: Curves) -> tuple[str, float]:
+def token_unit(curves: Curves) -> tuple[str, float]:
     """The unit of the token axis, and how many tokens it is."""
     most = max(curve.tokens[-1] for curve in curves.values())
     for name, size in (("trillions", 1e12), ("billions", 1e9), ("millions", 1e6)):

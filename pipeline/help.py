@@ -16,7 +16,7 @@ VERBS = {
     "train": "prepare where needed, then train",
     "eval": "evaluate a run, a checkpoint or a model folder: eval run=<id|latest|folder>",
     "report": "write a run's report again: report run=<id|latest>",
-    "compare": "measure recipes against BF16: compare fidelity run=<id|latest>",
+    "compare": "recipes against BF16: compare fidelity run=<id|latest>, compare +study=<name>",
     "export": "write a run's checkpoint as a Hugging Face folder: export run=<id|latest>",
     "generate": 'continue a text: generate run=<id|latest> prompt="..."',
     "plan": "what a run would take: memory, time, bytes, money; needs neither GPUs nor data",
@@ -26,7 +26,7 @@ VERBS = {
 }
 
 # Verbs that take another word, which says what they do.
-KINDS = {"compare": ("fidelity",), "data": ("show", "inspect", "at")}
+KINDS = {"compare": ("fidelity", "study"), "data": ("show", "inspect", "at")}
 
 EXAMPLES = {
     "run": (
@@ -55,6 +55,7 @@ EXAMPLES = {
         ("compare fidelity run=latest", "each recipe's error on a run's newest checkpoint"),
         ("compare fidelity run=latest 'fidelity.steps=[120,240]'", "on those checkpoints"),
         ("compare fidelity run=latest 'fidelity.recipes=[fp8_block,nvfp4]'", "these recipes"),
+        ("compare +study=precision", "train a run for each recipe and seed, and compare them"),
     ),
     "export": (
         ("export run=latest", "the newest checkpoint, as transformers reads it"),

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
 
 from pipeline.curves import Branch, read_curves
 from pipeline.evaluation.tables import others, paper_rows, results_of
@@ -30,20 +31,15 @@ def write_report(run: RunFolder) -> Path:
     """Write the figures and the report of a run, however far it got; returns the report's path."""
     results = json.loads(run.results.read_text()) if run.results.is_file() else {}
     curves = read_curves(run.metrics)
-    run.figures.mkdir(parents=True, exist_ok=True)
     branches = _branches(run)
     figures = draw_all(curves, results)
     if sum(branch.loss is not None for branch in branches) > 1:
         figures["family"] = draw_family(branches, run.id)
     if scores := draw_scores(results_of(run)):
         figures["scores"] = scores
-    images = {}
-    for name, figure in figures.items():
-        path = run.figures / f"{name}.png"
-        figure.savefig(path, metadata=NO_METADATA)
-        images[name] = base64.b64encode(path.read_bytes()).decode()
+    images = save_figures(figures, run.figures)
     html = (
-        _environment()
+        environment()
         .get_template(TEMPLATE)
         .render(
             run_id=run.id,
@@ -66,6 +62,17 @@ def write_report(run: RunFolder) -> Path:
     )
     write_whole(run.report, html)
     return run.report
+
+
+def save_figures(figures: Mapping[str, Figure], folder: Path) -> dict[str, str]:
+    """Write figures as PNG; each in base64, as a page embeds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    images = {}
+    for name, figure in figures.items():
+        path = folder / f"{name}.png"
+        figure.savefig(path, metadata=NO_METADATA)
+        images[name] = base64.b64encode(path.read_bytes()).decode()
+    return images
 
 
 def _branches(run: RunFolder) -> list[Branch]:
@@ -123,16 +130,17 @@ def _precision_summary(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _environment() -> Environment:
-    environment = Environment(
+def environment() -> Environment:
+    """Jinja's environment of all reports."""
+    made = Environment(
         loader=PackageLoader("pipeline"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"amount": amount, "duration": duration}
-    return environment
+    made.filters |= {"amount": amount, "duration": duration}
+    return made
 
 
 def amount(number: float) -> str:

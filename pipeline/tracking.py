@@ -85,11 +85,11 @@ class Tracker:
                 client.update_run(self.mlflow_run_id, status="RUNNING")
                 self.ship()
                 return
-            run = client.create_run(
-                experiment_id(client, self._config.tracking, self._root),
-                run_name=self._run.id,
-                tags=_tags(self._run),
-            )
+            tags = _tags(self._run)
+            if self._config.tracking.parent:
+                tags["mlflow.parentRunId"] = self._config.tracking.parent
+            experiment = experiment_id(client, self._config.tracking, self._root)
+            run = client.create_run(experiment, run_name=self._run.id, tags=tags)
             self._state["run_id"] = run.info.run_id
             self._save_state()
             parameters = _as_parameters(self._config)

@@ -119,6 +119,15 @@ def compare_fidelity(raw: dict[str, Any], overrides: list[str]) -> None:
             tracker_safely(lambda: tracker.finish(_mlflow_status(found)))
 
 
+def compare_study(raw: dict[str, Any], overrides: list[str]) -> None:
+    """Runs that differ in one thing, and how they differ."""
+    from pipeline.compose import compose
+    from pipeline.study.stage import run_study
+
+    of_runs = [item for item in overrides if not item.lstrip("+~").startswith("study")]
+    run_study(from_dict(raw), compose, of_runs)
+
+
 def export(raw: dict[str, Any], overrides: list[str]) -> None:
     """A checkpoint of an existing run as a Hugging Face folder."""
     from pipeline.export.stage import export as export_checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from pipeline.config.errors import ConfigError, nearest
-from pipeline.config.sections import STAGES, ClusterConfig, Config, PlanConfig
+from pipeline.config.sections import STAGES, ClusterConfig, Config, PlanConfig, StudyConfig
 
 
 def validate(config: Config) -> None:
@@ -30,6 +30,8 @@ def validate(config: Config) -> None:
             )
     if not config.data.sources:
         raise ConfigError("data.sources: empty; name at least one source of text")
+    if config.study:
+        _check_study(config.study)
     shortest = len(config.data.sources) * train.sequence_length
     if train.validation_tokens < shortest:
         raise ConfigError(
@@ -54,6 +56,37 @@ def _check_choices(config: Config) -> None:
             raise ConfigError(f"{key}={word}: {nearest(word, known)}")
     if isinstance(config.step, str) and config.step != "all":
         raise ConfigError(f"step={config.step}: give a step's number, or, to eval, all")
+
+
+def _check_study(study: StudyConfig) -> None:
+    """Names of a study lead to what it has. Raises `ConfigError`."""
+    if study.baseline not in study.arms:
+        hint = nearest(study.baseline, study.arms)
+        raise ConfigError(f"study.baseline={study.baseline}: no such arm; {hint}")
+    if not study.sizes:
+        raise ConfigError("study.sizes: empty; name at least one, {main: []}")
+    for name, arm in study.arms.items():
+        path = f"study.arms.{name}"
+        for size in arm.sizes:
+            if size not in study.sizes:
+                raise ConfigError(f"{path}.sizes: no size {size}; {nearest(size, study.sizes)}")
+        if not 1 <= arm.num_seeds <= len(study.seeds):
+            raise ConfigError(
+                f"{path}.num_seeds={arm.num_seeds}: the study has {len(study.seeds)} seeds"
+            )
+        if (arm.trunk is None) != (arm.fork_at is None):
+            raise ConfigError(f"{path}: trunk and fork_at go together")
+        if arm.trunk is None:
+            continue
+        if arm.trunk not in study.arms:
+            raise ConfigError(
+                f"{path}.trunk={arm.trunk}: no such arm; {nearest(arm.trunk, study.arms)}"
+            )
+        trunk = study.arms[arm.trunk]
+        if trunk.trunk:
+            raise ConfigError(f"{path}.trunk={arm.trunk}: that arm is a fork itself")
+        if arm.num_seeds > trunk.num_seeds or not set(arm.sizes) <= set(trunk.sizes):
+            raise ConfigError(f"{path}: it has sizes or seeds that its trunk {arm.trunk} has not")
 
 
 def _check_ranges(config: Config) -> None:
@@ -115,6 +148,10 @@ def _check_ranges(config: Config) -> None:
         "cluster.gpus_per_node": (cluster.gpus_per_node, 0, huge),
         **_plan_ranges(config.plan),
     }
+    if config.study:
+        ranges["study.window"] = (config.study.window, 1e-6, 1)
+        ranges["study.effect"] = (config.study.effect, 1e-6, 1)
+        ranges["study.parallel"] = (config.study.parallel, 1, 1024)
     for name, source in data.sources.items():
         if source.max_bytes is not None:
             ranges[f"data.sources.{name}.max_bytes"] = (source.max_bytes, 1, huge)

@@ -40,6 +40,7 @@ AROUND_A_RUN = {  # top-level keys of which no weight of a run depends
     "run",
     "stages",
     "step",
+    "study",
     "tracking",
 }
 STAGES = ("prepare", "train", "eval", "report")
@@ -207,6 +208,36 @@ class FidelityConfig:
 
 
 @dataclass(frozen=True)
+class ArmConfig:
+    """One of a study's arms: what it changes, and where it is run."""
+
+    overrides: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()  # names in `StudyConfig.sizes`; none: the first
+    num_seeds: int = 1  # of the study's seeds
+    trunk: str | None = None  # the arm from whose run this one is forked, same size and seed
+    fork_at: str | None = None  # a phase's start, such as 82%
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """What `compare +study=...` runs: every arm at its sizes and seeds, and what it reports.
+
+    `overrides` are common to all runs, and those of a size and of an arm follow.
+    """
+
+    name: str
+    arms: Mapping[str, ArmConfig]
+    sizes: Mapping[str, tuple[str, ...]]
+    overrides: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0, 1, 2)
+    baseline: str = "bf16"  # the arm that gaps are measured from
+    window: float = 0.1  # last share of training steps whose mean loss is a run's loss
+    effect: float = 0.01  # the relative difference that the study is to see
+    parallel: int = 1  # runs at a time
+    tables: str | None = None  # report from this folder of tables alone, and run nothing
+
+
+@dataclass(frozen=True)
 class ExportConfig:
     """What `export` writes: a folder in Hugging Face's layout."""
 
@@ -237,6 +268,7 @@ class TrackingConfig:
     experiment: str = "nvfp4-pretrain"
     uri: str | None = None
     offline: bool = False  # train without the store; `pipeline track run=...` sends it later
+    parent: str | None = None  # the MLflow run below which this one is shown
 
 
 @dataclass(frozen=True)
@@ -339,6 +371,7 @@ class Config:
     export: ExportConfig = ExportConfig()
     generate: GenerateConfig = GenerateConfig()
     plan: PlanConfig = PlanConfig()
+    study: StudyConfig | None = None  # of `compare +study=...`
     run: str | None = None  # the id or `latest`: what eval, report and status work on
     source: str | None = None  # of which source `data inspect` shows a row
     row: int = 0  # which row

@@ -1,0 +1,219 @@
+"""What a study found, from its tables alone: gaps, ablations, switches, tokens to match, verdicts.
+
+Nothing here is tuned to the paper: a verdict is what the interval says, "cannot be told" included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipeline.config import StudyConfig
+from pipeline.fidelity_report import Verdict
+from pipeline.study.statistics import (
+    Estimate,
+    Noise,
+    Trend,
+    final_loss,
+    gap_curve,
+    paired,
+    tokens_to_match,
+    trend,
+)
+from pipeline.study.tables import TRAIN, Row, Tables
+
+PAPER = "nvfp4_paper"  # the recipe that the ablations change in one thing
+PRODUCTION = "nvfp4"
+MXFP4 = "mxfp4"
+LATE = {"late_bf16": 1.0, "late_bf16_forward_only": 1 / 3}  # share of a step's GEMM FLOPs in BF16
+PAPER_TOKENS_TO_MATCH = 0.36  # arXiv 2509.25149, section 5: MXFP4 needs 36% more tokens (8B, 1T)
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A late switch of precision. gaps: just before it, at the end, and at the end without it."""
+
+    arm: str
+    share: float  # of all GEMM FLOPs that ran in BF16
+    before: float
+    after: Estimate
+    unswitched: Estimate
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that the report shows. Keys of `gaps`: (arm, size)."""
+
+    sizes: tuple[str, ...]
+    arms: tuple[str, ...]
+    losses: dict[tuple[str, str], float]
+    gaps: dict[tuple[str, str], Estimate]
+    noise: Noise
+    ablations: dict[str, Estimate]
+    trends: dict[str, Trend | None]
+    switches: tuple[Switch, ...]
+    matching: dict[str, Any]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def main(self) -> str:
+        """The study's first size, of which single figures tell."""
+        return self.sizes[0]
+
+
+def find(tables: Tables, study: StudyConfig) -> Findings:
+    """Compute everything. Arms and sizes without runs are left out."""
+    present = {(row.arm, row.size) for row in tables.rows}
+    sizes = tuple(size for size in study.sizes if any(size == each for _, each in present))
+    arms = tuple(arm for arm in study.arms if any(arm == each for each, _ in present))
+    others = [arm for arm in arms if arm != study.baseline]
+    by_pair = {
+        (arm, size): paired(tables, arm, study.baseline, size, study.window)
+        for arm in others
+        for size in sizes
+    }
+    by_pair = {key: gaps for key, gaps in by_pair.items() if gaps}
+    main = sizes[0]
+    noise = Noise.pooled([list(g.values()) for (_, size), g in by_pair.items() if size == main])
+    gaps = {
+        (arm, size): _noise_at(by_pair, size).estimate(list(values.values()))
+        for (arm, size), values in by_pair.items()
+    }
+    losses = {
+        (arm, size): float(
+            np.mean(
+                [
+                    final_loss(tables.curves[row.run][TRAIN], study.window)
+                    for row in tables.rows
+                    if (row.arm, row.size) == (arm, size)
+                ]
+            )
+        )
+        for arm, size in present
+    }
+    ablations = _ablations(tables, study, others, main)
+    trends = {arm: _trend(tables, by_pair, arm) for arm in others}
+    switches = tuple(_switches(tables, study, gaps, main))
+    matching = _matching(tables, study, losses, main)
+    verdicts = _verdicts(gaps, ablations, switches, main)
+    return Findings(
+        sizes, arms, losses, gaps, noise, ablations, trends, switches, matching, tuple(verdicts)
+    )
+
+
+def _noise_at(by_pair: dict[tuple[str, str], dict[int, float]], size: str) -> Noise:
+    """A size's own noise, or that of all sizes together where it has one seed."""
+    own = Noise.pooled([list(g.values()) for (_, each), g in by_pair.items() if each == size])
+    return own if own.freedom else Noise.pooled([list(g.values()) for g in by_pair.values()])
+
+
+def _ablations(
+    tables: Tables, study: StudyConfig, others: Sequence[str], size: str
+) -> dict[str, Estimate]:
+    """Each arm's loss against the paper's recipe, paired: below zero is better than it."""
+    against = {
+        arm: paired(tables, arm, PAPER, size, study.window) for arm in others if arm != PAPER
+    }
+    against = {arm: gaps for arm, gaps in against.items() if gaps}
+    noise = Noise.pooled([list(gaps.values()) for gaps in against.values()])
+    return {arm: noise.estimate(list(gaps.values())) for arm, gaps in against.items()}
+
+
+def _trend(
+    tables: Tables, by_pair: dict[tuple[str, str], dict[int, float]], arm: str
+) -> Trend | None:
+    """The gap over log10(parameters), one point for each run."""
+    parameters = {row.size: row.parameters for row in tables.rows}
+    points = [
+        (float(parameters[size]), gap)
+        for (each, size), gaps in by_pair.items()
+        if each == arm
+        for gap in gaps.values()
+    ]
+    return trend([size for size, _ in points], [gap for _, gap in points])
+
+
+def _switches(
+    tables: Tables, study: StudyConfig, gaps: dict[tuple[str, str], Estimate], size: str
+) -> list[Switch]:
+    found = []
+    rows = {(row.arm, row.size, row.seed): row for row in tables.rows}
+    for arm, of_step in LATE.items():
+        row = next((row for row in tables.rows if (row.arm, row.size) == (arm, size)), None)
+        trunk = study.arms[arm].trunk if arm in study.arms else None
+        if row is None or trunk is None or (arm, size) not in gaps:
+            continue
+        parent, base = rows[trunk, size, row.seed], rows[study.baseline, size, row.seed]
+        curve = gap_curve(tables, parent, base)
+        fork = float(row.fork_tokens or 0)
+        window = (curve.tokens <= fork) & (curve.tokens > fork - study.window * row.tokens)
+        before = float(curve.values[window].mean()) if window.any() else math.nan
+        share = of_step * (1 - fork / row.tokens)
+        found.append(Switch(arm, share, before, gaps[arm, size], gaps[trunk, size]))
+    return found
+
+
+def _matching(
+    tables: Tables, study: StudyConfig, losses: dict[tuple[str, str], float], size: str
+) -> dict[str, Any]:
+    """Tokens that MXFP4 needs to reach NVFP4's final loss, by runs of the same model."""
+    rows: dict[tuple[str, str], Row] = {(row.arm, row.size): row for row in tables.rows}
+    if (PAPER, size) not in rows:
+        return {}
+    parameters, tokens = rows[PAPER, size].parameters, rows[PAPER, size].tokens
+    of_arm = {
+        float(row.tokens): losses[arm, each]
+        for (arm, each), row in rows.items()
+        if arm == MXFP4 and row.parameters == parameters
+    }
+    if len(of_arm) < 2:
+        return {}
+    needed = tokens_to_match(losses[PAPER, size], of_arm)
+    more = needed / tokens - 1 if needed else None
+    return {"tokens": tokens, "needed": needed, "more": more, "longest": max(of_arm)}
+
+
+def _verdicts(
+    gaps: dict[tuple[str, str], Estimate],
+    ablations: dict[str, Estimate],
+    switches: Sequence[Switch],
+    size: str,
+) -> list[Verdict]:
+    found = [
+        _below(
+            gaps.get((PRODUCTION, size)), 0.005, "NVFP4 within 0.5% of BF16, production's recipe"
+        ),
+        _below(gaps.get((PAPER, size)), 0.015, "NVFP4 within 1.5% of BF16, paper's recipe"),
+    ]
+    claim = "MXFP4's gap is larger than NVFP4's, by more than the noise"
+    found.append(_above(ablations.get(MXFP4), claim))
+    for arm in ("no_rht", "no_sr", "no_2d", "all_layers"):
+        if arm in ablations:
+            found.append(_above(ablations[arm], f"{arm} is worse than the paper's recipe"))
+    for switch in switches:
+        claim = f"{switch.arm} at least halves the gap"
+        half = switch.unswitched.mean / 2
+        evidence = f"{switch.unswitched.percent()} without it, {switch.after.percent()} with it"
+        holds: bool | None = switch.after.mean <= half
+        if switch.unswitched.differs is not True or switch.after.low <= half <= switch.after.high:
+            holds = None
+        found.append(Verdict(claim, holds, evidence))
+    return found
+
+
+def _below(gap: Estimate | None, bound: float, claim: str) -> Verdict:
+    if gap is None:
+        return Verdict(claim, None, "no such run")
+    holds = None if not (gap.high < bound or gap.low > bound) else gap.high < bound
+    return Verdict(claim, holds, gap.percent())
+
+
+def _above(difference: Estimate | None, claim: str) -> Verdict:
+    if difference is None:
+        return Verdict(claim, None, "no such run")
+    holds = difference.mean > 0 if difference.differs else None
+    return Verdict(claim, holds, f"{difference.percent()} against the paper's recipe")

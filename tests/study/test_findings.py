@@ -1,0 +1,104 @@
+"""What a study finds, where the truth is known; and a report that is a function of its tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.study import tables as study_tables
+from pipeline.study.findings import Findings, find
+from pipeline.study.report import health, lines, write_report
+from tests.study.synthetic import TOKENS, study, tables
+
+CLEAR = {"nvfp4": 0.003, "nvfp4_paper": 0.010, "mxfp4": 0.020, "no_rht": 0.0101}
+
+
+def verdict(findings: Findings, claim: str) -> bool | None:
+    return next(each.holds for each in findings.verdicts if claim in each.claim)
+
+
+def test_gaps_are_found_with_intervals_that_hold_them() -> None:
+    findings = find(tables(CLEAR), study())
+    for arm, truth in CLEAR.items():
+        gap = findings.gaps[arm, "main"]
+        assert gap.low <= truth <= gap.high
+        assert gap.high - gap.low < 0.002
+    assert findings.noise.freedom == 6
+    assert findings.losses["bf16", "main"] > findings.losses["bf16", "longer"]
+
+
+def test_verdicts_say_what_the_intervals_say() -> None:
+    findings = find(tables(CLEAR, late=0.002), study())
+    assert verdict(findings, "within 0.5%") is True
+    assert verdict(findings, "within 1.5%") is True
+    assert verdict(findings, "MXFP4's gap is larger") is True
+    assert verdict(findings, "no_rht is worse") is None
+    assert verdict(findings, "late_bf16 at least halves") is True
+    other = {"nvfp4": 0.02, "nvfp4_paper": 0.02, "mxfp4": 0.01, "no_rht": 0.03}
+    findings = find(tables(other, late=0.018), study())
+    assert verdict(findings, "within 0.5%") is False
+    assert verdict(findings, "within 1.5%") is False
+    assert verdict(findings, "MXFP4's gap is larger") is False
+    assert verdict(findings, "no_rht is worse") is True
+    assert verdict(findings, "late_bf16 at least halves") is False
+
+
+def test_what_noise_hides_cannot_be_told() -> None:
+    findings = find(tables(CLEAR, noise=0.05), study())
+    assert verdict(findings, "MXFP4's gap is larger") is None
+    assert verdict(findings, "within 0.5%") is None
+
+
+def test_a_switch_knows_its_share_and_the_gap_before_it() -> None:
+    findings = find(tables(CLEAR, late=0.002), study())
+    (switch,) = findings.switches
+    assert switch.share == pytest.approx(0.18)
+    assert switch.before == pytest.approx(0.010, abs=0.001)
+    assert switch.after.mean == pytest.approx(0.002, abs=0.001)
+    assert switch.unswitched.mean == pytest.approx(0.010, abs=0.001)
+
+
+def test_tokens_to_match_come_from_whole_runs_of_the_same_model() -> None:
+    matching = find(tables(CLEAR, noise=0.0), study()).matching
+    assert matching["tokens"] == TOKENS
+    assert matching["longest"] == 2 * TOKENS
+    assert 1.0 < matching["needed"] / TOKENS < 1.4
+    same = {**CLEAR, "mxfp4": 0.009}
+    assert find(tables(same, noise=0.0), study()).matching["needed"] is None
+
+
+def test_tables_survive_their_files_and_give_the_same_report(tmp_path: Path) -> None:
+    made = tables(CLEAR, late=0.002)
+    study_tables.write(made, tmp_path / "a")
+    read = study_tables.read(tmp_path / "a")
+    assert read.rows == made.rows
+    assert read.health == made.health
+    study_tables.write(read, tmp_path / "b")
+    for name in study_tables.FILES:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    for folder in ("a", "b"):
+        write_report(study_tables.read(tmp_path / folder), study(), tmp_path / folder)
+    page = (tmp_path / "a" / "report.html").read_text()
+    assert page == (tmp_path / "b" / "report.html").read_text()
+    for part in ("What was found", "cannot be told", "+1.00%", "Late switch", "Tokens to match"):
+        assert part in page
+    assert {path.stem for path in (tmp_path / "a" / "figures").iterdir()} == {
+        "loss", "gaps", "sizes",
+    }  # fmt: skip
+
+
+def test_one_seed_claims_nothing() -> None:
+    few = tables({"nvfp4": 0.003})
+    alone = study_tables.Tables(
+        tuple(row for row in few.rows if row.seed == 0), few.curves, few.health
+    )
+    findings = find(alone, study())
+    assert findings.gaps["nvfp4", "main"].differs is None
+    assert all(each.holds is None for each in findings.verdicts)
+    assert any("noise unknown" in line for line in lines(findings, study()))
+
+
+def test_health_names_the_worst_layer() -> None:
+    (row,) = health(tables(CLEAR), "main")
+    assert (row["median"], row["worst"], row["layer"]) == (0.2, 0.3, "b")
