@@ -16,6 +16,7 @@ from pipeline.compose import compose
 from pipeline.config import ArmConfig, ConfigError, PermanentError, StudyConfig, from_dict
 from pipeline.study.plan import StudyRun, plan_study
 from pipeline.study.queue import run_all
+from pipeline.study.stage import run_study
 
 SMALL = ["train=plain", "train.tokens=81920", "train.warmup_tokens=4096"]
 ARMS = {
@@ -81,6 +82,12 @@ def test_a_study_that_contradicts_itself_is_refused(study: dict, message: str) -
     }
     with pytest.raises(ConfigError, match=message):
         from_dict(raw)
+
+
+def test_tables_that_are_not_there_are_named(tmp_path: Path) -> None:
+    study = {"name": "s", "sizes": {"main": []}, "arms": {"bf16": {}}, "tables": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"study.tables=.*runs.csv"):
+        run_study(from_dict(compose([]) | {"study": study}), compose, [])
 
 
 FAKE = """
