@@ -211,9 +211,9 @@ def draw_scores(evaluations: Sequence[Results]) -> Figure | None:
     points = {name: each for name, each in points.items() if len(each) > 1}
     if not points:
         return None
-    figure, (axes,) = _figure(1, height=3.8)
+    figure, (axes,) = new_figure(1, height=3.8)
     curves = {name: Curve(*np.array(each).T[:2]) for name, each in points.items()}
-    unit, divisor = _token_unit(curves)
+    unit, divisor = token_unit(curves)
     for color, (name, each) in zip(_cycle(SERIES, len(points)), points.items(), strict=True):
         tokens, scores, errors, chances = np.array(each).T
         axes.errorbar(
