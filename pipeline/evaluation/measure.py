@@ -94,11 +94,13 @@ def measure(
         progress: called with a line for each step.
 
     Returns:
-        {"domains": {name: {"loss", "bits_per_byte", "tokens", "bytes",
+        {"identity": of the weights and their precision,
+         "domains": {name: {"loss", "bits_per_byte", "tokens", "bytes",
                             "untrained_bits_per_byte", "unigram_bits_per_byte",
                             "bigram_bits_per_byte"}},
          "tasks": {name: what `evals.harness.run_task` says, for `continuation` also "per_domain"
-                   (accuracy, standard error, number), "too_short" (documents left out)},
+                   (accuracy, standard error, number), "too_short" (documents left out)}, also
+                   those of earlier measurements of the same model,
          "skipped": {name: why the task could not be run}}
 
     Raises:
@@ -108,9 +110,21 @@ def measure(
     folder.mkdir(parents=True, exist_ok=True)
     domains = _domains(measured, config, sequence_length, progress)
     tasks, skipped = _tasks(measured, config, folder, seed, progress)
-    results = {"domains": domains, "tasks": tasks, "skipped": skipped}
+    tasks = _measured_before(folder / RESULTS, measured.identity) | tasks
+    results = {
+        "identity": measured.identity, "domains": domains, "tasks": tasks, "skipped": skipped,
+    }  # fmt: skip
     write_whole(folder / RESULTS, json.dumps(results, indent=2) + "\n")
     return results
+
+
+def _measured_before(path: Path, identity: str) -> dict[str, dict[str, Any]]:
+    """What other suites found of the same weights in the same precision."""
+    try:
+        earlier = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return earlier["tasks"] if earlier.get("identity") == identity else {}
 
 
 def _domains(
