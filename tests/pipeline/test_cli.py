@@ -69,7 +69,7 @@ def test_help_lists_everything_without_importing_torch_or_ray(arguments: tuple[s
         (("eval",), "name the run"),
         (("data",), "say what, as data show run=latest"),
         (("data", "ta", "run=latest"), "did you mean at"),
-        (("data", "at", "run=latest", "step=x"), "step: expected int, got 'x'"),
+        (("data", "at", "run=latest", "step=x"), "step=x: give a step's number"),
         (("data", "at", "run=latest", "step=3"), "there is no run in"),
         (("run", "train.fork_from=none@3"), "there is no run in"),
     ],
