@@ -28,6 +28,7 @@ from pipeline.config import (
     ExportConfig,
     GenerateConfig,
     IncompleteError,
+    ManifestConfig,
     PermanentError,
     PlanConfig,
     nearest,
@@ -40,8 +41,10 @@ SECTIONS = {  # a verb's own section, whose keys need no name before them
     "export": ("export", ExportConfig),
     "generate": ("generate", GenerateConfig),
     "plan": ("plan", PlanConfig),
+    **dict.fromkeys(("manifest", "submit", "logs", "stop"), ("manifest", ManifestConfig)),
 }
-SIZED = ("plan", "manifest", "submit")  # verbs that take `nodes` for `cluster.nodes`
+# Verbs that take `nodes` for `cluster.nodes`.
+SIZED = ("plan", "manifest", "submit", "logs", "stop", "status")
 PROMPT = "generate.prompt="
 
 

@@ -20,6 +20,7 @@ VERBS = {
     "export": "write a run's checkpoint as a Hugging Face folder: export run=<id|latest>",
     "generate": 'continue a text: generate run=<id|latest> prompt="..."',
     "plan": "what a run would take: memory, time, bytes, money; needs neither GPUs nor data",
+    "manifest": "a job's Kubernetes objects: manifest +experiment=... cluster=gb200",
     "status": "a run at a glance: status run=<id|latest>",
     "data": "a corpus and its plan (show), a row (inspect), what a step saw (at)",
     "track": "send a run's metrics to MLflow that could not be sent before: track run=<id|latest>",
@@ -74,6 +75,11 @@ EXAMPLES = {
         ("plan +experiment=8b_nvfp4 cluster=h200 nodes=auto shards=8", "the fewest nodes that fit"),
         ("plan +experiment=8b_nvfp4 price=3.5", "with what it costs at a price an hour"),
         ("plan +experiment=8b_nvfp4 gemm_efficiency.fp4=0.5", "with other assumptions"),
+    ),
+    "manifest": (
+        ("manifest +experiment=12b_nvfp4 cluster=gb200 nodes=16", "a RayJob that trains"),
+        ("manifest kind=eval +experiment=12b_nvfp4 cluster=gb200", "one that evaluates its run"),
+        ("manifest kind=cluster cluster=kind", "a RayCluster to work on by hand"),
     ),
     "status": (("status run=latest", "where the newest run stands"),),
     "data": (

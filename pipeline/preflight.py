@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pipeline.config import Config, ConfigError
+from pipeline.config import Config, ConfigError, UnreachableError
 from pipeline.data.prepare import check as check_data
 from pipeline.data.tokenizer import load_tokenizer, vocab_size_of
 from pipeline.runs import RunFolder, root_folder
@@ -30,10 +30,10 @@ def check(config: Config, stages: tuple[str, ...], run: RunFolder | None = None)
     ]
     if "train" in stages and not problems:
         problems += _caught(lambda: _check_precision(config))
-    if "train" in stages:
-        problems += list(_hardware_problems(config))
-    if problems:
-        raise ConfigError("this run cannot start:\n  - " + "\n  - ".join(problems))
+    away = list(_hardware_problems(config)) if "train" in stages else []
+    if problems or away:
+        kind = ConfigError if problems else UnreachableError
+        raise kind("this run cannot start:\n  - " + "\n  - ".join([*problems, *away]))
 
 
 def _caught(checker: Callable[[], None]) -> list[str]:

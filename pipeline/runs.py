@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from pipeline.config import Config, ConfigError, from_dict, nearest
+from pipeline.config import Config, ConfigError, UnreachableError, from_dict, nearest
 
 
 @dataclass(frozen=True)
@@ -168,5 +168,7 @@ def locked(run: RunFolder) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"run {run.id} is in use by another process; wait for it") from None
+            raise UnreachableError(
+                f"run {run.id} is in use by another process; wait for it"
+            ) from None
         yield

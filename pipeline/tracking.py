@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config, ConfigError, TrackingConfig, flatten
+from pipeline.config import Config, TrackingConfig, UnreachableError, flatten
 from pipeline.runs import RunFolder, write_whole
 from pipeline.train.metrics import read_records
 
@@ -98,7 +98,7 @@ class Tracker:
                 client.log_batch(run.info.run_id, params=chunk)
             client.log_artifact(run.info.run_id, str(self._run.config))
         except Exception as error:  # MLflow raises a different class for each kind of store
-            raise ConfigError(
+            raise UnreachableError(
                 f"tracking: the store {self.uri} cannot be used ({first_line(error)}); start it, "
                 "name another with tracking.uri=..., or train without it: tracking.offline=true"
             ) from error

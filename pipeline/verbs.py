@@ -52,7 +52,7 @@ OVERRIDABLE = (
 def run(raw: dict[str, Any], overrides: list[str]) -> None:
     """All configured stages."""
     config = from_dict(raw)
-    found = _run(config, config.stages)
+    found = start(config, config.stages)
     if "eval" in config.stages:
         from pipeline.evaluation.command import refuse_incomplete
 
@@ -61,7 +61,7 @@ def run(raw: dict[str, Any], overrides: list[str]) -> None:
 
 def train(raw: dict[str, Any], overrides: list[str]) -> None:
     """The prepare and train stages."""
-    _run(from_dict(raw), ("prepare", "train"))
+    start(from_dict(raw), ("prepare", "train"))
 
 
 def prepare(raw: dict[str, Any], overrides: list[str]) -> None:
@@ -187,6 +187,14 @@ def plan(raw: dict[str, Any], overrides: list[str]) -> None:
     print("\n".join(describe(smallest(raw) if automatic else from_dict(raw))))
 
 
+def manifest(raw: dict[str, Any], overrides: list[str]) -> None:
+    """The Kubernetes objects of a job, as YAML."""
+    from pipeline.kubernetes.manifest import as_yaml
+    from pipeline.kubernetes.manifest import manifest as objects_of
+
+    print(as_yaml(objects_of(from_dict(raw))), end="")
+
+
 def data_show(raw: dict[str, Any], overrides: list[str]) -> None:
     """What a corpus holds, and how the plan goes through it."""
     from pipeline.data_show import describe_corpus
@@ -239,7 +247,8 @@ def data_at(raw: dict[str, Any], overrides: list[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _run(config: Config, stages: tuple[str, ...]) -> RunFolder:
+def start(config: Config, stages: tuple[str, ...]) -> RunFolder:
+    """Run the stages of a configuration: of a fresh run, or of the one that it goes on with."""
     from pipeline.preflight import check
 
     found = _former(config)

@@ -12,7 +12,13 @@ from typing import Any
 
 from pipeline.config.build import build
 from pipeline.config.checks import validate
-from pipeline.config.errors import ConfigError, IncompleteError, PermanentError, nearest
+from pipeline.config.errors import (
+    ConfigError,
+    IncompleteError,
+    PermanentError,
+    UnreachableError,
+    nearest,
+)
 from pipeline.config.sections import (
     AROUND_A_RUN,
     STAGES,
@@ -26,6 +32,7 @@ from pipeline.config.sections import (
     GenerateConfig,
     HardwareConfig,
     KubernetesConfig,
+    ManifestConfig,
     ModelSection,
     PhaseConfig,
     PlanConfig,
@@ -53,6 +60,7 @@ __all__ = [
     "HardwareConfig",
     "IncompleteError",
     "KubernetesConfig",
+    "ManifestConfig",
     "ModelSection",
     "PermanentError",
     "PhaseConfig",
@@ -63,6 +71,7 @@ __all__ = [
     "TokenizerConfig",
     "TrackingConfig",
     "TrainConfig",
+    "UnreachableError",
     "differences",
     "digest",
     "flatten",

@@ -7,6 +7,8 @@ import re
 from pipeline.config.errors import ConfigError, nearest
 from pipeline.config.sections import STAGES, ClusterConfig, Config, PlanConfig, StudyConfig
 
+MANIFESTS = ("train", "eval", "cluster")
+
 
 def validate(config: Config) -> None:
     """Checks between keys that need neither torch nor the corpus. Raises `ConfigError`."""
@@ -17,6 +19,10 @@ def validate(config: Config) -> None:
     _check_ranges(config)
     _check_nodes(config.cluster)
     _check_choices(config)
+    if config.manifest.kind not in MANIFESTS:
+        raise ConfigError(
+            f"manifest.kind={config.manifest.kind}: {nearest(config.manifest.kind, MANIFESTS)}"
+        )
     if train.global_batch % train.micro_batch:
         raise ConfigError(
             f"train.global_batch={train.global_batch} is not a multiple of "

@@ -10,6 +10,10 @@ class ConfigError(ValueError):
     """A mistake of the user's: the message names the key, the cause and the way out."""
 
 
+class UnreachableError(ConfigError):
+    """Something outside does not answer, or not yet: a job runner may try again."""
+
+
 class PermanentError(RuntimeError):
     """A failure that trying again would repeat: a job runner must not retry it."""
 

@@ -33,6 +33,7 @@ AROUND_A_RUN = {  # top-level keys of which no weight of a run depends
     "export",
     "fidelity",
     "generate",
+    "manifest",
     "name",
     "plan",
     "resume",
@@ -334,6 +335,13 @@ class ClusterConfig:
 
 
 @dataclass(frozen=True)
+class ManifestConfig:
+    """What `manifest` renders."""
+
+    kind: str = "train"  # train | eval (RayJobs) | cluster (a RayCluster to work on by hand)
+
+
+@dataclass(frozen=True)
 class PlanConfig:
     """What `plan` assumes. Efficiencies are shares of a datasheet's peak: none is measured here."""
 
@@ -372,6 +380,7 @@ class Config:
     generate: GenerateConfig = GenerateConfig()
     plan: PlanConfig = PlanConfig()
     study: StudyConfig | None = None  # of `compare +study=...`
+    manifest: ManifestConfig = ManifestConfig()
     run: str | None = None  # the id or `latest`: what eval, report and status work on
     source: str | None = None  # of which source `data inspect` shows a row
     row: int = 0  # which row

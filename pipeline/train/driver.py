@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config, ConfigError, PermanentError, from_dict
+from pipeline.config import Config, ConfigError, PermanentError, UnreachableError, from_dict
 from pipeline.ray_session import missing_resources, start_ray
 from pipeline.runs import RunFolder
 from pipeline.train.stopping import graceful_stop
@@ -98,4 +98,4 @@ def require_resources(config: Config) -> None:
     start_ray(config.cluster.address)
     missing = missing_resources(config.cluster, ray.cluster_resources())
     if missing:
-        raise ConfigError("\n".join(missing))
+        raise UnreachableError("\n".join(missing))

@@ -1,0 +1,1 @@
+"""Runs on Kubernetes: the objects of a job from its configuration, and handing them over."""
