@@ -30,7 +30,6 @@ import yaml
 
 from pipeline.config import Config, ConfigError, PermanentError, UnreachableError, digest, from_dict
 from pipeline.runs import RunFolder, is_locked, root_folder, write_whole
-from pipeline.train import checkpoint
 
 DONE, FAILURE, USER_MISTAKE, TRY_AGAIN = 0, 1, 2, 75
 POLL_SECONDS = 2.0
@@ -60,6 +59,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def attempt(config: Config, run: RunFolder) -> int:
     """One attempt at the run; its exit code."""
+    from pipeline.train import checkpoint
     from pipeline.verbs import start
 
     identity = digest(config.to_dict())

@@ -21,7 +21,10 @@ VERBS = {
     "generate": 'continue a text: generate run=<id|latest> prompt="..."',
     "plan": "what a run would take: memory, time, bytes, money; needs neither GPUs nor data",
     "manifest": "a job's Kubernetes objects: manifest +experiment=... cluster=gb200",
-    "status": "a run at a glance: status run=<id|latest>",
+    "submit": "hand a job over to Kubernetes, or to cluster.address=http://<head>:8265",
+    "logs": "what a submitted job prints, given the same overrides",
+    "stop": "ask a submitted job to write a checkpoint and end, given the same overrides",
+    "status": "a run at a glance: status run=<id|latest>; without run=, a submitted job",
     "data": "a corpus and its plan (show), a row (inspect), what a step saw (at)",
     "track": "send a run's metrics to MLflow that could not be sent before: track run=<id|latest>",
 }
@@ -81,7 +84,16 @@ EXAMPLES = {
         ("manifest kind=eval +experiment=12b_nvfp4 cluster=gb200", "one that evaluates its run"),
         ("manifest kind=cluster cluster=kind", "a RayCluster to work on by hand"),
     ),
-    "status": (("status run=latest", "where the newest run stands"),),
+    "submit": (
+        ("submit +experiment=12b_nvfp4 cluster=gb200 nodes=16", "apply what manifest prints"),
+        ("submit name=mine cluster=cpu2 cluster.address=http://head:8265", "to a Ray cluster"),
+    ),
+    "logs": (("logs +experiment=12b_nvfp4 cluster=gb200", "follow it"),),
+    "stop": (("stop +experiment=12b_nvfp4 cluster=gb200", "its pods write a checkpoint first"),),
+    "status": (
+        ("status run=latest", "where the newest run stands"),
+        ("status +experiment=12b_nvfp4 cluster=gb200", "where a submitted job stands"),
+    ),
     "data": (
         ("data show", "sources, tokens, phases, and how often each source is seen"),
         ("data show run=latest", "the same of a run"),

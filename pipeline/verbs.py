@@ -171,9 +171,14 @@ def track(raw: dict[str, Any], overrides: list[str]) -> None:
 
 
 def status(raw: dict[str, Any], overrides: list[str]) -> None:
-    """A run at a glance."""
+    """A run at a glance; without `run=`, a submitted job."""
     from pipeline.status import describe
 
+    if raw["run"] is None and (raw["cluster"]["address"] or raw["cluster"]["kubernetes"]):
+        from pipeline.kubernetes.jobs import jobs_of
+
+        print("\n".join(jobs_of(from_dict(raw)).status()))
+        return
     config, found = _existing(raw, overrides)
     print("\n".join(describe(config, found)))
 
@@ -193,6 +198,28 @@ def manifest(raw: dict[str, Any], overrides: list[str]) -> None:
     from pipeline.kubernetes.manifest import manifest as objects_of
 
     print(as_yaml(objects_of(from_dict(raw))), end="")
+
+
+def submit(raw: dict[str, Any], overrides: list[str]) -> None:
+    """Hand the job over to Kubernetes, or to a Ray cluster that is there."""
+    from pipeline.kubernetes.jobs import jobs_of
+
+    print(jobs_of(from_dict(raw)).submit())
+
+
+def logs(raw: dict[str, Any], overrides: list[str]) -> None:
+    """What a submitted job prints, until it ends."""
+    from pipeline.kubernetes.jobs import jobs_of
+
+    for text in jobs_of(from_dict(raw)).logs():
+        print(text, end="", flush=True)
+
+
+def stop(raw: dict[str, Any], overrides: list[str]) -> None:
+    """Ask a submitted job to write a checkpoint and end."""
+    from pipeline.kubernetes.jobs import jobs_of
+
+    print(jobs_of(from_dict(raw)).stop())
 
 
 def data_show(raw: dict[str, Any], overrides: list[str]) -> None:

@@ -122,7 +122,7 @@ def within_cluster(config: Config) -> Config:
         tracking = dataclasses.replace(tracking, uri=uri)
     return dataclasses.replace(
         config,
-        name=config.name or config.experiment or config.precision.recipe,
+        name=run_name(config),
         root=f"{pods.storage_path}/runs",
         stages=STAGES[kind],
         cluster=dataclasses.replace(cluster, address="auto"),
@@ -131,12 +131,17 @@ def within_cluster(config: Config) -> Config:
     )
 
 
+def run_name(config: Config) -> str:
+    """The run's own name, or one that the same overrides always give."""
+    return config.name or config.experiment or config.precision.recipe
+
+
 def job_name(config: Config) -> str:
     """A name that Kubernetes takes: of a job of this kind on this run.
 
     Raises `ConfigError` where the run's name does not make one.
     """
-    run = config.name or config.experiment or config.precision.recipe
+    run = run_name(config)
     plain = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
     name = f"{config.manifest.kind}-{plain}"
     if len(name) > NAME_LENGTH:

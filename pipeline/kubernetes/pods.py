@@ -41,6 +41,9 @@ def head(pods: KubernetesConfig, config_map: str) -> dict[str, Any]:
         {"name": name, "containerPort": port} for name, port in HEAD_PORTS.items()
     ]
     container |= _probes(HEAD_PORTS["gcs-server"])
+    # How long `ray job stop` leaves the command between SIGTERM and SIGKILL.
+    seconds = str(pods.grace_seconds - STOP_MARGIN)
+    container["env"].append({"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": seconds})
     return _template(pods, container, config_map, "head", pods.head_arch)
 
 
