@@ -50,13 +50,21 @@ def connect(uri: str) -> Any:
 
 
 def experiment_id(client: Any, tracking: TrackingConfig, root: Path) -> str:
-    """The configured experiment's id, made where it is new."""
+    """The configured experiment's id, made where it is new; another run may make it meanwhile."""
+    from mlflow.exceptions import MlflowException
+
     found = client.get_experiment_by_name(tracking.experiment)
     if found:
         return found.experiment_id
     local = tracking_uri(tracking, root).startswith("sqlite:")
     location = (root / "mlartifacts").as_uri() if local else None
-    return client.create_experiment(tracking.experiment, artifact_location=location)
+    try:
+        return client.create_experiment(tracking.experiment, artifact_location=location)
+    except MlflowException:
+        found = client.get_experiment_by_name(tracking.experiment)
+        if not found:
+            raise
+        return found.experiment_id
 
 
 class Tracker:
