@@ -1,6 +1,6 @@
 """Grouped-query causal attention within documents, with or without rotary positions.
 
-Legend: B batch, T tokens, D hidden size, H heads, E head dim, S cached positions.
+Legend: B batch, T tokens, D hidden size, H heads, E head dim, S cached positions, N = B T.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from model.backends import varlen_attention
 from model.config import ModelConfig
 from model.linear import Linear
 from model.packing import Packing
@@ -64,8 +65,21 @@ class Attention(nn.Module):
         query, key, value = self._split_heads(self.qkv(x_BTD), offset=0)
         if cache is not None:
             cache.append(key, value)
-        mask = packing.attention_mask
-        return self._attend(query, key, value, mask, is_causal=mask is None)
+        if packing.one_document_per_row:
+            return self._attend(query, key, value, None, is_causal=True)
+        by_document = varlen_attention(self.config, query.device, query.dtype)
+        if by_document is None:
+            return self._attend(query, key, value, packing.attention_mask, is_causal=False)
+        y_NHE = by_document(
+            *(part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)),
+            packing.bounds,
+            packing.bounds,
+            packing.longest,
+            packing.longest,
+            window_size=(-1, 0),
+            enable_gqa=True,
+        )
+        return self.o(y_NHE.flatten(1).view(*x_BTD.shape[:2], -1))
 
     def step(self, x_BD: Tensor, cache: AttentionCache, visible_BS: Tensor) -> Tensor:
         """One token: [B, D] -> [B, D]; ``visible`` marks the cached positions to attend to."""

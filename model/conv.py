@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from model.backends import mamba_kernels
+from model.backends import MambaKernels
 from model.blocking import blocks
 from model.packing import Packing
 
@@ -74,14 +74,18 @@ class CausalConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, taps, dtype=torch.float32))
         self.bias = nn.Parameter(torch.empty(channels, dtype=torch.float32))
 
-    def forward(self, x_BTC: Tensor, packing: Packing) -> Tensor:
+    def forward(
+        self, x_BTC: Tensor, packing: Packing, kernels: MambaKernels | None = None
+    ) -> Tensor:
         """[B, T, C] -> [B, T, C]: FP32 (FP64 for FP64), or the input's dtype from a kernel."""
-        kernels = mamba_kernels(x_BTC.device, x_BTC.dtype)
         if kernels is None:
             return _ConvSilu.apply(x_BTC, self.weight, self.bias, packing)
-        weight, bias = self.weight.to(x_BTC.dtype), self.bias.to(x_BTC.dtype)
         return kernels.conv(
-            x_BTC.transpose(1, 2), weight, bias, seq_idx=packing.seq_idx_BT, activation="silu"
+            x_BTC.transpose(1, 2),
+            self.weight,
+            self.bias,
+            seq_idx=packing.seq_idx_BT,
+            activation="silu",
         ).transpose(1, 2)
 
     def step(self, x_BC: Tensor, cache_BKC: Tensor) -> tuple[Tensor, Tensor]:

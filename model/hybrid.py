@@ -178,4 +178,4 @@ class HybridModel(nn.Module):
 
     def paths(self) -> dict[str, str]:
         """Which implementation runs each kind of block on the model's device, for the log."""
-        return backends.paths(self.embedding.weight.device, self.compute_dtype)
+        return backends.paths(self.config, self.embedding.weight.device, self.compute_dtype)

@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model.backends import mamba_kernels
+from model.backends import MambaKernels, mamba_kernels
 from model.config import ModelConfig
 from model.conv import CausalConv
 from model.linear import Linear
@@ -63,8 +63,10 @@ class Mamba2(nn.Module):
     ) -> Tensor:
         """What lies between the linears: [B, T, I + C] and [B, T, H] -> [B, T, I]."""
         z, xbc = zxbc.split([self.config.mamba_inner_size, self.config.mamba_conv_size], dim=-1)
-        x, b, c = self._split_heads(self.conv(xbc, packing))
-        y, state = self._scan(x, self._time_step(dt), b, c, packing, cache is not None)
+        kernels = mamba_kernels(self.config, xbc.device, xbc.dtype)
+        x, b, c = self._split_heads(self.conv(xbc, packing, kernels))
+        inputs = x, self._time_step(dt), b, c
+        y, state = self._scan(*inputs, packing, kernels, cache is not None)
         if cache is not None:
             assert state is not None
             cache.state_BHPN = state
@@ -78,30 +80,31 @@ class Mamba2(nn.Module):
         b: Tensor,
         c: Tensor,
         packing: Packing,
+        kernels: MambaKernels | None,
         with_state: bool,
         initial_BHPN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        kernels = mamba_kernels(x.device, x.dtype)
+        """FP32 outputs (FP64 for FP64), and the final state: where it is asked for, at least."""
         A, D = -torch.exp(self.A_log.to(dt.dtype)), self.D.to(dt.dtype)
-        if kernels:
-            y = kernels.scan(
-                x,
-                dt,
-                A,
-                b,
-                c,
-                self.config.mamba_chunk_size,
-                D=D,
-                seq_idx=packing.seq_idx_BT,
-                initial_states=initial_BHPN,
-                return_final_states=with_state,
-            )
-            y, state = y if with_state else (y, None)
-            return y.float(), state
-        x, b, c = x.to(dt.dtype), b.to(dt.dtype), c.to(dt.dtype)
         config = self.config
-        chunk = best_chunk(config.mamba_chunk_size, config.mamba_state_size, x.shape[1], x.device)
-        return chunked_scan(x, dt, A, b, c, D, packing.chunks(chunk), initial_BHPN)
+        if kernels is None:
+            size = config.mamba_state_size
+            chunk = best_chunk(config.mamba_chunk_size, size, x.shape[1], x.device)
+            return chunked_scan(x, dt, A, b, c, D, packing.chunks(chunk), initial_BHPN)
+        result = kernels.scan(
+            x,
+            dt,
+            A,
+            b,
+            c,
+            config.mamba_chunk_size,
+            D=D,
+            seq_idx=packing.seq_idx_BT,
+            initial_states=initial_BHPN,
+            return_final_states=with_state,
+        )
+        y, state = result if with_state else (result, None)
+        return y.float(), state
 
     def extend(self, x_BTD: Tensor, cache: MambaCache) -> Tensor:
         """T more tokens of every row: [B, T, D] -> [B, T, D]; updates ``cache``."""
@@ -113,8 +116,10 @@ class Mamba2(nn.Module):
             Packing(x_BTD.new_zeros(len(x_BTD), length, dtype=torch.int32), xbc.dtype)
             for length in (taps + tokens, tokens)
         )
-        x, b, c = self._split_heads(self.conv(remembered_BLC, longer)[:, taps:])
-        y, state = self._scan(x, self._time_step(dt), b, c, new, True, cache.state_BHPN)
+        kernels = mamba_kernels(self.config, xbc.device, xbc.dtype)
+        x, b, c = self._split_heads(self.conv(remembered_BLC, longer, kernels)[:, taps:])
+        inputs = x, self._time_step(dt), b, c
+        y, state = self._scan(*inputs, new, kernels, True, cache.state_BHPN)
         assert state is not None
         cache.state_BHPN, cache.conv_BKC = state, remembered_BLC[:, tokens:]
         return self.out(self.norm(y.flatten(-2), z))

@@ -13,6 +13,7 @@ from copy import copy
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 
@@ -48,13 +49,24 @@ class Packing:
         return bool((self.seq_idx_BT == self.seq_idx_BT[:, :1]).all())
 
     @cached_property
-    def attention_mask(self) -> Tensor | None:
+    def attention_mask(self) -> Tensor:
         """Causal and same-document, 0 or -inf to add to the scores, [B, 1, T, T] in the compute
-        dtype; None where plain causal serves."""
-        if self.one_document_per_row:
-            return None
+        dtype."""
         same_BTT = self.seq_idx_BT[:, :, None] == self.seq_idx_BT[:, None, :]
         return same_BTT.tril()[:, None].to(self.compute_dtype).log()
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """Where each document begins in the flattened batch, and its end, int32 [documents + 1]."""
+        starts_BT = torch.ones_like(self.seq_idx_BT, dtype=torch.bool)
+        starts_BT[:, 1:] = self.seq_idx_BT[:, 1:] != self.seq_idx_BT[:, :-1]
+        starts = starts_BT.flatten().nonzero().squeeze(1)
+        return F.pad(starts, (0, 1), value=starts_BT.numel()).to(torch.int32)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return int(self.bounds.diff().max())
 
     def conv_mask(self, lag: int) -> Tensor | None:
         """[B, T - lag, 1], 1 where the token ``lag`` earlier is in the same document."""
