@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from model.backends import MambaKernels
 from model.blocking import blocks
+from model.compiling import outside_graphs
 from model.packing import Packing
 
 
@@ -66,6 +67,11 @@ def _within_document(pairs: Tensor, packing: Packing, lag: int, rows: slice) -> 
     return pairs if mask is None else pairs * mask[rows]
 
 
+@outside_graphs
+def _conv_silu(x_BTC: Tensor, weight_CK: Tensor, bias_C: Tensor, packing: Packing) -> Tensor:
+    return _ConvSilu.apply(x_BTC, weight_CK, bias_C, packing)
+
+
 class CausalConv(nn.Module):
     """Depthwise causal convolution with bias, then SiLU; never across documents."""
 
@@ -79,7 +85,7 @@ class CausalConv(nn.Module):
     ) -> Tensor:
         """[B, T, C] -> [B, T, C]: FP32 (FP64 for FP64), or the input's dtype from a kernel."""
         if kernels is None:
-            return _ConvSilu.apply(x_BTC, self.weight, self.bias, packing)
+            return _conv_silu(x_BTC, self.weight, self.bias, packing)
         return kernels.conv(
             x_BTC.transpose(1, 2),
             self.weight,

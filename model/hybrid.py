@@ -24,6 +24,9 @@ from model.norms import RMSNorm
 from model.packing import Packing
 
 Checkpointing = Literal["none", "selective", "full"]
+RECOMPILE_LIMIT = 64
+"""Graphs of one function before torch.compile gives up on it: kinds of block, batch shapes, packed
+or not, with and without gradient."""
 
 
 class Block(nn.Module):
@@ -93,6 +96,7 @@ class HybridModel(nn.Module):
         self.config = config
         self.compute_dtype = compute_dtype
         self.activation_checkpointing = activation_checkpointing
+        self.compiled_by: str | None = None
         selective = activation_checkpointing == "selective"
         self.embedding = nn.Embedding(
             config.vocab_size,
@@ -107,6 +111,17 @@ class HybridModel(nn.Module):
         self.tie_head()
         if self.embedding.weight.device.type != "meta":
             init_weights(self, seed)
+
+    def compile_blocks(self, backend: str = "inductor") -> None:
+        """Run the blocks through ``torch.compile``, which fuses what lies between the products.
+
+        Convolution, scan and the linears that a precision policy has swapped stay outside the
+        graphs, as written. Blocks of a kind share graphs; each shape of a batch has its own, cached
+        on disk by the ``inductor`` backend. What is fused may round its last bits otherwise.
+        """
+        for block in self.blocks:
+            block.compile(backend=backend, dynamic=False, recompile_limit=RECOMPILE_LIMIT)
+        self.compiled_by = backend
 
     def tie_head(self) -> None:
         """Let head and embedding be one parameter, where the configuration ties them."""

@@ -29,9 +29,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from model.blocking import blocks
+from model.compiling import outside_graphs
 from model.packing import Chunks
 
 
+@outside_graphs
 def chunked_scan(
     x_BTHP: Tensor,
     dt_BTH: Tensor,

@@ -27,6 +27,7 @@ def check(config: Config, stages: tuple[str, ...], run: RunFolder | None = None)
         *_caught(lambda: _check_tasks(config)),
         *_caught(lambda: _check_schedule(config, run)),
         *_caught(lambda: _check_warm_start(config, run)),
+        *_caught(lambda: _check_compiler(config)),
     ]
     if "train" in stages and not problems:
         problems += _caught(lambda: _check_precision(config))
@@ -134,6 +135,15 @@ def _check_precision(config: Config) -> None:
         raise
     except ValueError as error:
         raise ConfigError(f"model or precision: {error}") from error
+
+
+def _check_compiler(config: Config) -> None:
+    """`train.compile` finds the compiler that it needs."""
+    if config.train.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        raise ConfigError(
+            "train.compile=true needs a C++ compiler on PATH (c++, g++ or clang++); install one, or "
+            "train with train.compile=false"
+        )
 
 
 def _hardware_problems(config: Config) -> Iterator[str]:

@@ -116,7 +116,7 @@ def describe_training(config: Config, dataset: Any, schedule: Any) -> dict[str, 
 
     from model.backends import paths
     from pipeline.train import exclusions
-    from pipeline.train.build import build_mixture, build_model, build_recipe
+    from pipeline.train.build import build_mixture, build_model, build_recipe, compute_dtype
     from quant import apply_recipe
     from quant.policy import summary
 
@@ -139,9 +139,10 @@ def describe_training(config: Config, dataset: Any, schedule: Any) -> dict[str, 
         f"  precision  {config.precision.recipe}: {summary(table)}",
         f"  schedule   {schedule.num_steps} steps of {schedule.tokens_per_step:,} tokens, "
         f"{len(schedule.phases)} phases",
-        "  blocks     "
-        + ", ".join(f"{kind}: {path}" for kind, path in paths(device, model.compute_dtype).items()),
     ]
+    kinds_of_block = paths(model.config, device, compute_dtype(device))
+    how = ", compiled" if config.train.compile else ""
+    lines += [f"  {kind:<9}  {path}{how}" for kind, path in kinds_of_block.items()]
     results = {
         "parameters": parameters,
         "precision_table": [dataclasses.asdict(row) for row in table],

@@ -96,6 +96,8 @@ class Trainer:
             self.model, self.recipe, num_blocks=len(config.model.pattern), seed=config.seed
         )
         self.precision.adds_weight_gradients = True
+        if config.train.compile:
+            self.model.compile_blocks()
         self.precision.statistics.every = config.train.statistics_every_steps
         self.optimizer = build_optimizer(self.model, config.train)
         self.token_bytes = self.dataset.token_bytes()

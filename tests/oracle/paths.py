@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
-from unittest import mock
 
 import torch
 
-from model import HybridModel, ModelConfig, document_index, mamba2
+from model import HybridModel, ModelConfig, document_index
 from model.hybrid import Checkpointing
 from pipeline.config import PhaseConfig, TrainConfig
 from pipeline.data.stream import IGNORED, Batch
@@ -63,9 +62,8 @@ class Path:
     """``first`` and ``last`` blocks stay in BF16; ``modes`` is the precision of each of the steps.
 
     ``micro_batches`` are indices in the global batch; each holds 2 rows of ``row_length`` tokens.
-    ``compiled``: what goes through torch.compile, with ``compiler`` as its backend; the scan, which
-    writes into views of its outputs, stays out. ``between``: what happens to the model between the
-    two steps, and is not part of a step.
+    ``compiled``: what goes through torch.compile, with ``compiler`` as its backend. ``between``:
+    what happens to the model between the two steps, and is not part of a step.
     """
 
     recipe: str = "nvfp4_paper"
@@ -139,13 +137,10 @@ def compiled(model: HybridModel, path: Path) -> Iterator[None]:
         return
     torch.compiler.reset()
     if path.compiled == "blocks":
-        for block in model.blocks:
-            block.compile(backend=path.compiler)
+        model.compile_blocks(path.compiler)
     else:
         model.loss = torch.compile(model.loss, backend=path.compiler)  # type: ignore[method-assign]
-    outside = torch.compiler.disable(mamba2.chunked_scan)
-    with mock.patch.object(mamba2, "chunked_scan", outside):
-        yield
+    yield
     torch.compiler.reset()
 
 
