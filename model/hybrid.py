@@ -117,7 +117,8 @@ class HybridModel(nn.Module):
 
         Convolution, scan and the linears that a precision policy has swapped stay outside the
         graphs, as written. Blocks of a kind share graphs; each shape of a batch has its own, cached
-        on disk by the ``inductor`` backend. What is fused may round its last bits otherwise.
+        on disk by the ``inductor`` backend. What is fused may round its last bits otherwise, and so
+        may what ``selective`` checkpointing recomputes there.
         """
         for block in self.blocks:
             block.compile(backend=backend, dynamic=False, recompile_limit=RECOMPILE_LIMIT)

@@ -141,8 +141,8 @@ def _check_compiler(config: Config) -> None:
     """`train.compile` finds the compiler that it needs."""
     if config.train.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         raise ConfigError(
-            "train.compile=true needs a C++ compiler on PATH (c++, g++ or clang++); install one, or "
-            "train with train.compile=false"
+            "train.compile=true needs a C++ compiler on PATH (c++, g++ or clang++); install one, "
+            "or train with train.compile=false"
         )
 
 

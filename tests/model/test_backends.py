@@ -194,15 +194,18 @@ def loss_and_gradients(model: HybridModel, tokens: Tensor, seq_idx: Tensor) -> l
 def test_kernels_are_called_as_they_ask_and_train_the_same_model(
     small_config: Build, rope_theta: float | None, request: pytest.FixtureRequest
 ) -> None:
-    model = HybridModel(shape_for_kernels(small_config, rope_theta=rope_theta), torch.bfloat16)
-    tokens, seq_idx = packed_batch()
-    expected = loss_and_gradients(model, tokens, seq_idx)
+    config = shape_for_kernels(small_config, rope_theta=rope_theta)
+    model = HybridModel(config, torch.bfloat16)
+    batch = packed_batch()
+    exact = loss_and_gradients(HybridModel(config), *batch)
+    by_torch = loss_and_gradients(model, *batch)
     request.getfixturevalue("_as_on_cuda")
     assert "mamba-ssm" in model.paths()["mamba"]
     assert "varlen_attn" in model.paths()["attention"]
-    for mine, theirs in zip(loss_and_gradients(model, tokens, seq_idx), expected, strict=True):
-        error = (mine - theirs).norm() / theirs.norm()
-        assert error < 0.02  # a few roundings to BF16
+    by_kernels = loss_and_gradients(model, *batch)
+    for value, plain, fast in zip(exact, by_torch, by_kernels, strict=True):
+        # Both round to BF16, in other places.
+        assert (fast - value).norm() < 2 * (plain - value).norm() + 2**-8 * value.norm()
 
 
 def test_prefill_by_kernels_leaves_the_state_that_steps_continue(

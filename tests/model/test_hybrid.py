@@ -130,7 +130,7 @@ def test_rotary_positions_are_relative(small_config: Build) -> None:
 
 def test_paths_names_each_kind_of_block(small_config: Build) -> None:
     paths = HybridModel(small_config()).paths()
-    assert paths["mamba"] == "torch"
+    assert paths["mamba"] == "torch (on cpu)"
     assert set(paths) == {"mamba", "attention", "ffn"}
 
 
