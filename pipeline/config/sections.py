@@ -175,6 +175,7 @@ class TrainConfig:
     hang_timeout_seconds: float = 1200.0  # without progress, before a rank gives up; 0: never
     fork_from: str | None = None  # <run>@<step>: start from the whole state of another run
     init_from: str | None = None  # start from weights: <run>[@<step>], checkpoint or HF folder
+    reproducible: bool = False  # sums whose bits do not depend on the number of workers
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections import Counter
 import torch
 
 from model import HybridModel
+from pipeline.train.reduction import Reduction
 from pipeline.train.step import MicroBatches, forward_backward
 from quant import Precision
 
@@ -21,7 +22,7 @@ def layers_at_fault(
     Runs the step's forward and backward passes again, and no update. Every rank calls it.
     """
     precision.statistics.restart()
-    forward_backward(model, precision, micro_batches, step)
+    forward_backward(model, precision, micro_batches, step, Reduction(model))
     statistics = precision.statistics.collect()
     precision.nonfinite()
     norms = {

@@ -33,6 +33,7 @@ from pipeline.train.feed import Feed
 from pipeline.train.metrics import MetricsFile
 from pipeline.train.optim import build_optimizer, load_optimizer_tensors, optimizer_tensors
 from pipeline.train.parallel import Rank, differing_replicas, from_rank_0
+from pipeline.train.reduction import build_reduction
 from pipeline.train.saver import Saver
 from pipeline.train.spikes import SpikeWindow
 from pipeline.train.step import MicroBatches, StepResult, train_step
@@ -42,7 +43,7 @@ from pipeline.warm_start import load_weights, warm_start_of
 from quant import apply_recipe
 from quant.policy import summary
 
-OPTIMIZER_CONSTANTS = ("weight_decay", "beta1", "beta2", "epsilon", "clip_norm")
+OPTIMIZER_CONSTANTS = ("weight_decay", "beta1", "beta2", "epsilon", "clip_norm", "reproducible")
 PREEMPTION_SECONDS = 5.0  # between two questions whether a node is being taken away
 
 
@@ -100,6 +101,7 @@ class Trainer:
             self.model.compile_blocks()
         self.precision.statistics.every = config.train.statistics_every_steps
         self.optimizer = build_optimizer(self.model, config.train)
+        self.reduction = build_reduction(self.model, config.train)
         self.token_bytes = self.dataset.token_bytes()
         self.window = SpikeWindow(config.train.spike_window, config.train.spike_threshold)
         self.exclusions = Exclusions()
@@ -183,6 +185,7 @@ class Trainer:
             clip_norm=self.train.clip_norm,
             judge=self.window.judge,
             signals=self._signals(),
+            reduction=self.reduction,
             before_sums=lambda: self.watchdog.reached(f"the sums of step {step}"),
         )
         self.window.add(result.loss, result.grad_norm)

@@ -8,8 +8,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 Value = TypeVar("Value")
+Group = dist.ProcessGroup | None  # None: all ranks
 
 
 @dataclass(frozen=True)
@@ -30,23 +32,28 @@ class Rank:
         return range(self.index, count, self.size)
 
 
-def several() -> bool:
+def several(group: Group = None) -> bool:
     """Whether there are other ranks."""
-    return dist.is_initialized() and dist.get_world_size() > 1
+    return dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def all_reduce(tensor: Tensor) -> None:
-    """Sum over ranks, in place."""
-    if several():
-        dist.all_reduce(tensor)
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor; another tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def reduce_gradients(gradients: list[Tensor]) -> None:
-    """Sum FP32 gradients over ranks, as one flat buffer."""
-    if not several():
+def all_reduce(tensor: Tensor, group: Group = None, op: dist.ReduceOp = dist.ReduceOp.SUM) -> None:
+    """Sum (or another `op`) over ranks, in place."""
+    if several(group):
+        dist.all_reduce(tensor, op, group)
+
+
+def reduce_gradients(gradients: list[Tensor], group: Group = None) -> None:
+    """Sum gradients of one dtype over ranks, as one flat buffer."""
+    if not several(group):
         return
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(flat)
+    dist.all_reduce(flat, group=group)
     parts = flat.split([gradient.numel() for gradient in gradients])
     for gradient, part in zip(gradients, parts, strict=True):
         gradient.copy_(part.view_as(gradient))

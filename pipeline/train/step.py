@@ -16,7 +16,8 @@ from torch import Tensor
 
 from model import HybridModel
 from pipeline.data.stream import Batch
-from pipeline.train.parallel import all_reduce, reduce_gradients
+from pipeline.train.parallel import all_reduce
+from pipeline.train.reduction import Reduction
 from quant import Precision
 
 MicroBatches = Sequence[tuple[int, Batch]]
@@ -54,6 +55,7 @@ def train_step(
     clip_norm: float,
     judge: Callable[[float, float], str] = lambda loss, grad_norm: "",
     signals: Sequence[float] = (),
+    reduction: Reduction | None = None,
     before_sums: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Run one step over this rank's `micro_batches`, each with its index in the global batch.
@@ -61,20 +63,23 @@ def train_step(
     Args:
         judge: why a step of this (finite) loss and gradient norm is an outlier; "" if it is none.
         signals: numbers of this rank's that ride along with the sums over ranks.
+        reduction: how losses and gradients are added up; None in the order they come.
         before_sums: called when this rank has its gradients, before it waits for the others.
     """
-    loss, num_valid = forward_backward(model, precision, micro_batches, step)
+    reduction = reduction or Reduction(model)
+    num_valid = forward_backward(model, precision, micro_batches, step, reduction)
     before_sums()
-    gradients = _gradients(model)
-    reduce_gradients(gradients)
-    totals = torch.stack([loss, precision.nonfinite().to(loss), *map(loss.new_tensor, signals)])
+    gradients, loss = reduction.finish(), reduction.loss
+    counts = [precision.nonfinite().to(loss), reduction.outside.to(loss)]
+    totals = torch.stack([loss, *counts, *map(loss.new_tensor, signals)])
     all_reduce(totals)
-    loss_sum, nonfinite, *summed = totals.tolist()
-    norm = torch.nn.utils.get_total_norm(gradients)
+    loss_sum, nonfinite, outside, *summed = totals.tolist()
+    norm = reduction.norm(gradients)
     grad_norm = float(norm)
-    skipped = _bad(loss_sum, grad_norm, int(nonfinite)) or judge(loss_sum, grad_norm)
+    bad = _bad(loss_sum, grad_norm, int(nonfinite), int(outside))
+    skipped = bad or judge(loss_sum, grad_norm)
     if not skipped:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, norm)
+        clip(gradients, clip_norm, norm)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.step()
@@ -82,28 +87,32 @@ def train_step(
     return StepResult(loss_sum, grad_norm, num_valid, int(nonfinite), skipped, tuple(summed))
 
 
-def forward_backward(
-    model: HybridModel, precision: Precision, micro_batches: MicroBatches, step: int
-) -> tuple[Tensor, int]:
-    """Leave this rank's gradients in the parameters.
+def clip(gradients: list[Tensor], clip_norm: float, norm: Tensor) -> None:
+    """Scale gradients of total L2 `norm` down to `clip_norm`, in place, where they exceed it."""
+    torch._foreach_mul_(gradients, (clip_norm / (norm + 1e-6)).clamp(max=1.0))
 
-    Returns its share of the global batch's mean loss (FP64 scalar), and the valid tokens of all
-    ranks.
-    """
+
+def forward_backward(
+    model: HybridModel,
+    precision: Precision,
+    micro_batches: MicroBatches,
+    step: int,
+    reduction: Reduction,
+) -> int:
+    """Leave this rank's losses and gradients in `reduction`. Returns the valid tokens of all."""
     num_valid = _count_valid(micro_batches).to(next(model.parameters()).device)
     all_reduce(num_valid)
-    loss = torch.zeros((), dtype=torch.float64, device=num_valid.device)
-    for index, batch in micro_batches:
+    reduction.begin()
+    for position, (index, batch) in enumerate(micro_batches, start=1):
         precision.begin(step, index)
         loss_sum, _ = model.loss(batch.tokens_BT, batch.labels_BT, batch.seq_idx_BT)
-        scaled = loss_sum / num_valid.clamp(min=1)
-        scaled.backward()
-        loss += scaled.detach()
-    return loss, int(num_valid)
+        share = loss_sum / num_valid.clamp(min=1)
+        reduction.backward(share, last=position == len(micro_batches))
+    return int(num_valid)
 
 
-def _bad(loss: float, grad_norm: float, nonfinite: int) -> str:
-    """What is not finite, in words."""
+def _bad(loss: float, grad_norm: float, nonfinite: int, outside: int) -> str:
+    """What is not finite or too large to be added up, in words."""
     bad = [
         f"{name} {value}"
         for name, value in (("loss", loss), ("gradient norm", grad_norm))
@@ -111,6 +120,8 @@ def _bad(loss: float, grad_norm: float, nonfinite: int) -> str:
     ]
     if nonfinite:
         bad.append(f"{nonfinite} non-finite quantizer inputs")
+    if outside:
+        bad.append(f"{outside} gradients with elements beyond what the reproducible sum holds")
     return ", ".join(bad)
 
 
@@ -118,10 +129,3 @@ def _count_valid(micro_batches: MicroBatches) -> Tensor:
     counts = [(batch.labels_BT >= 0).sum() for _, batch in micro_batches]
     return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
 
-
-def _gradients(model: HybridModel) -> list[Tensor]:
-    """Every parameter's FP32 gradient; zeros on a rank that had no micro-batch."""
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.train import parallel
+from pipeline.train import parallel, reduction
 from pipeline.train import step as train
-from pipeline.train.parallel import Rank
+from pipeline.train.parallel import Group, Rank
 from quant import Precision
 from tests.oracle.paths import Path, walk
 from tests.oracle.step import MicroBatch, Step
@@ -51,13 +51,13 @@ def one_gradient_left_out() -> Iterator[None]:
     """Rank 1 keeps its own gradient of one parameter."""
     real = parallel.reduce_gradients
 
-    def reduce(gradients: list[Tensor]) -> None:
+    def reduce(gradients: list[Tensor], group: Group) -> None:
         own = gradients[5].clone()
-        real(gradients)
+        real(gradients, group)
         if Rank.current().index == 1:
             gradients[5].copy_(own)
 
-    with mock.patch.object(train, "reduce_gradients", reduce):
+    with mock.patch.object(reduction, "reduce_gradients", reduce):
         yield
 
 
@@ -66,15 +66,15 @@ def norm_of_local_gradients() -> Iterator[None]:
     """Each rank clips by the norm of what it had before the sum."""
     norm, real, local = torch.nn.utils.get_total_norm, parallel.reduce_gradients, []
 
-    def reduce(gradients: list[Tensor]) -> None:
+    def reduce(gradients: list[Tensor], group: Group) -> None:
         local.append(norm(gradients))
-        real(gradients)
+        real(gradients, group)
 
     def local_norm(gradients: list[Tensor]) -> Tensor:
         return local[-1]
 
     with (
-        mock.patch.object(train, "reduce_gradients", reduce),
+        mock.patch.object(reduction, "reduce_gradients", reduce),
         mock.patch.object(torch.nn.utils, "get_total_norm", local_norm),
     ):
         yield
@@ -85,12 +85,12 @@ def mean_over_ranks() -> Iterator[None]:
     """Gradients are averaged, although the loss is divided by the global count already."""
     real = parallel.reduce_gradients
 
-    def reduce(gradients: list[Tensor]) -> None:
-        real(gradients)
+    def reduce(gradients: list[Tensor], group: Group) -> None:
+        real(gradients, group)
         for gradient in gradients:
             gradient /= Rank.current().size
 
-    with mock.patch.object(train, "reduce_gradients", reduce):
+    with mock.patch.object(reduction, "reduce_gradients", reduce):
         yield
 
 
