@@ -27,7 +27,7 @@ from pipeline.data.shards import Dataset
 from pipeline.hf_folder import CONFIG, TOKENIZER, read_json, read_model_config, read_tensors
 from pipeline.runs import RunFolder, find_run, root_folder, write_whole
 from pipeline.train import checkpoint
-from pipeline.train.checkpoint import CheckpointError, load_model_tensors
+from pipeline.train.checkpoint import CheckpointError, load_model_tensors, sharded_rows
 
 FILE = "warm_start.json"
 FREE = {"init_std", "dt_init_min", "dt_init_max", "dt_init_floor", "a_init_min", "a_init_max"} | {
@@ -89,7 +89,8 @@ def load_weights(source: WarmStart, model: HybridModel, dataset: Dataset) -> Non
             tensors = _from_folder(Path(source.path), model.config, dataset)
         else:
             tensors = _from_checkpoint(Path(source.path), dataset)
-        load_model_tensors(model, tensors)
+        rows = sharded_rows(model)
+        load_model_tensors(model, {n: t[rows[n]] if n in rows else t for n, t in tensors.items()})
     except (CheckpointError, ValueError) as error:
         raise ConfigError(f"train.init_from={source.wanted}: {error}") from error
 

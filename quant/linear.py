@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from kernels.dispatch import Problem
 from quant.copies import quantize_rowcol, transposed_tokens
 from quant.formats import Format
+from quant.gathered import GatheredWeight
 from quant.gemm import (
     Decoded,
     Factor,
@@ -37,7 +38,7 @@ from quant.gemm import (
     multiplies_codes,
     transpose,
 )
-from quant.quantize import QuantizedTensor, nonfinite_count
+from quant.quantize import QuantizedTensor, nonfinite_count, quantize
 from quant.recipe import BF16, ROLES, LinearRecipe, Operand
 from quant.rounding import Copy, Role, RoundingKey
 from quant.statistics import Statistics
@@ -61,6 +62,7 @@ class Moment:
     mode: str = "recipe"
     step: int | None = None
     microbatch: int | None = None
+    counts: bool = True
 
 
 @dataclass
@@ -68,6 +70,7 @@ class Shared:
     """What all linears of one model share.
 
     backend: a name in `quant.gemm.BACKENDS`; None lets device and shape decide.
+    weight_dtype: what weights are rounded to before anything else is done with them.
     nonfinite: how many NaN and infinite elements the quantizers met, on the device.
     adds_weight_gradients: whether Wgrad adds to the weight's gradient itself; see
         `Precision.adds_weight_gradients`.
@@ -75,6 +78,7 @@ class Shared:
 
     seed: int
     backend: str | None = None
+    weight_dtype: torch.dtype = torch.float32
     moment: Moment = Moment()
     statistics: Statistics = field(default_factory=Statistics)
     nonfinite: Tensor | None = None
@@ -141,6 +145,11 @@ class QuantLinear(nn.Linear):
         """The recipe in the present mode."""
         return self.recipes[self.shared.moment.mode]
 
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """What the weight is rounded to before it is quantized or gathered."""
+        return self.shared.weight_dtype
+
     def backend(self, device: torch.device | None = None, num_tokens: int | None = None) -> str:
         """What runs the GEMMs, and the kernels where these are not plain torch.
 
@@ -185,7 +194,8 @@ class QuantLinear(nn.Linear):
         if x.shape[-1] != self.in_features:
             raise ValueError(f"{self.name} takes {self.in_features} features, not {tuple(x.shape)}")
         training = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
-        call = _Call(self, self._moment_of_call(training), observed=training)
+        moment = self._moment_of_call(training)
+        call = _Call(self, moment, observed=training and moment.counts)
         if training:
             y: Tensor = _LinearFunction.apply(x, self.weight, call)
         else:
@@ -341,6 +351,8 @@ class _Call:
         """The weight as the operand "weight" [N, K] or "dgrad_weight" [K, N] of the recipe."""
         transposed = role == "dgrad_weight"
         format = self.recipe.operand(role).spec
+        if isinstance(w_NK, GatheredWeight):
+            return self.gathered_weight(w_NK, format, transposed)
         if format is None:
             in_bf16 = bf16_operand(w_NK)
             return in_bf16.transpose() if transposed else in_bf16
@@ -349,7 +361,13 @@ class _Call:
         kept = layer.keeps_codes
         along_n = transposed and (kept or not format.is_2d)
         q, made = layer.cache.get(
-            w_NK, format, along_n=along_n, step=self.moment.step, amax=amax, swizzled=kept
+            w_NK,
+            format,
+            along_n=along_n,
+            step=self.moment.step,
+            amax=amax,
+            swizzled=kept,
+            dtype=layer.weight_dtype,
         )
         if made:
             layer.shared.count_nonfinite(nonfinite_count(w_NK))
@@ -358,6 +376,27 @@ class _Call:
         if transposed and not along_n:
             return transpose(q, layer.shared.backend or "emulated")
         return q
+
+    def gathered_weight(
+        self, weight: GatheredWeight, format: Format | None, transposed: bool
+    ) -> Factor:
+        """As `weight`, from what this rank gathered for the present pass; nothing is kept."""
+        values, kept = weight.content.values, self.layer.keeps_codes
+        if format is None:
+            assert values is not None
+            in_bf16 = bf16_operand(values)
+            return in_bf16.transpose() if transposed else in_bf16
+        if values is None:
+            q = weight.content.quantized()
+        else:
+            along_n = transposed and not format.is_2d
+            q = quantize(values.t() if along_n else values, format)
+            if self.observed:
+                self.layer.shared.count_nonfinite(nonfinite_count(values))
+        if transposed and format.is_2d and not kept:
+            return transpose(q, self.layer.shared.backend or "emulated")
+        q = q.transpose() if transposed and format.is_2d else q
+        return q.swizzle() if kept else q
 
     def key(self, operand: Operand, role: Role, copy: Copy) -> RoundingKey | None:
         """The rounding key of a copy; None where it is rounded to nearest."""

@@ -65,7 +65,7 @@ class Precision:
         self.layers = layers
         self._shared = shared
 
-    def begin(self, step: int, microbatch: int) -> None:
+    def begin(self, step: int, microbatch: int, *, counts: bool = True) -> None:
         """Name the micro-batch that comes next; its stochastic rounding bits follow from this.
 
         Call before each forward pass, and not again before its backward pass is done.
@@ -73,8 +73,12 @@ class Precision:
         Args:
             step: optimizer step.
             microbatch: index within the global batch, not within this rank.
+            counts: False for one that only keeps this rank in step with others: neither statistics
+                nor the count of non-finite values know of it.
         """
-        self._shared.moment = replace(self._shared.moment, step=step, microbatch=microbatch)
+        self._shared.moment = replace(
+            self._shared.moment, step=step, microbatch=microbatch, counts=counts
+        )
         self._shared.statistics.begin(step)
 
     @property
@@ -178,7 +182,13 @@ class Precision:
 
 
 def apply_recipe(
-    model: nn.Module, recipe: Recipe, *, num_blocks: int, seed: int, backend: str | None = None
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    num_blocks: int,
+    seed: int,
+    backend: str | None = None,
+    weight_dtype: torch.dtype = torch.float32,
 ) -> Precision:
     """Swap every linear of `model`, in place, for a `QuantLinear` on the same Parameter.
 
@@ -190,6 +200,8 @@ def apply_recipe(
         num_blocks: blocks of the model, for the recipe's first and last BF16 blocks.
         seed: of the stochastic rounding.
         backend: None takes what suits the device; "reference" is for tests.
+        weight_dtype: what FP32 weights are rounded to before they are quantized: BF16 where the
+            model computes in it, as weights that are gathered from other ranks come in BF16.
 
     Raises:
         ValueError: a linear with a bias, a size that its format cannot take, a recipe that leaves
@@ -203,7 +215,7 @@ def apply_recipe(
     for name, linear in linears.items():
         _check(name, linear, recipes[name])
     _check_something_left(recipe, num_blocks)
-    shared = Shared(seed, backend)
+    shared = Shared(seed, backend, weight_dtype)
     layers = {}
     for index, (name, linear) in enumerate(linears.items()):
         if linear.weight.is_leaf and linear.weight.dtype != torch.float32:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+import torch
 from torch import Tensor
 
 from quant.copies import quantize_weight
@@ -50,6 +51,7 @@ class WeightCache:
         step: int | None,
         amax: Tensor | None = None,
         swizzled: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> tuple[QuantizedTensor, bool]:
         """The quantized weight, and whether it was quantized just now.
 
@@ -60,6 +62,7 @@ class WeightCache:
             amax: FP32 scalar of the whole weight where `w_NK` is a shard of it.
             swizzled: keep the block scales as tensor cores read them; and of square blocks, the
                 transposed copy beside the other, as one pass makes both.
+            dtype: what the weight is rounded to first.
         """
         key = (step, w_NK.data_ptr(), w_NK._version, w_NK.shape, w_NK.dtype, _identity(amax))
         if key != self._key:
@@ -68,10 +71,14 @@ class WeightCache:
             self._key, self._weight = key, w_NK.detach()
         slot = (format, along_n)
         made = slot not in self._copies
-        if made and swizzled and format.is_2d:
+        if not made:
+            return self._copies[slot], made
+        if dtype != torch.float32:
+            w_NK = w_NK.detach().to(dtype)
+        if swizzled and format.is_2d:
             pair = quantize_weight(w_NK, format, amax, swizzled=True)
             self._copies[format, False], self._copies[format, True] = pair
-        elif made:
+        else:
             source = w_NK.t() if along_n else w_NK
             self._copies[slot] = quantize(source, format, amax=amax, swizzled=swizzled)
         return self._copies[slot], made

@@ -153,6 +153,7 @@ def _check_ranges(config: Config) -> None:
         "cluster.nodes": (cluster.nodes, 1, huge),
         "cluster.gpus_per_node": (cluster.gpus_per_node, 0, huge),
         **_plan_ranges(config.plan),
+        "cluster.shard": (cluster.shard, 0, huge),
     }
     if config.study:
         ranges["study.window"] = (config.study.window, 1e-6, 1)

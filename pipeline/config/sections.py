@@ -330,6 +330,9 @@ class ClusterConfig:
     accelerator: str | None = None  # for example B200; named in the plan and checked at start
     address: str | None = None  # an existing Ray cluster
     max_failures: int = 3
+    shard: int = 1  # workers that share one copy of weights and optimizer state; 0: all of them
+    fp4_gather: bool = True  # of a copy that is shared: gather 16 x 16 blocks in four bits
+    scatter_each_micro_batch: bool = True  # false: once a step, for 4 bytes a parameter more
     nodes: int = 1
     gpus_per_node: int = 0
     hardware: HardwareConfig | None = None

@@ -46,6 +46,19 @@ class Batch:
     damaged: frozenset[str] = frozenset()
 
 
+def empty_batch(rows: int, sequence_length: int) -> Batch:
+    """Rows of one document each without a label: no weight in any loss."""
+    tokens_BT = torch.zeros(rows, sequence_length, dtype=torch.int64)
+    return Batch(
+        tokens_BT,
+        torch.full_like(tokens_BT, IGNORED),
+        torch.zeros_like(tokens_BT, dtype=torch.int32),
+        torch.zeros(rows, dtype=torch.int64),
+        first_unit=0,
+        num_units=0,
+    )
+
+
 class MixtureStream:
     """The units of a mixture over a prepared corpus, in the mixture's order.
 

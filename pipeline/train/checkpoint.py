@@ -30,6 +30,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pipeline.train.parallel import local, rows_of
 
 FORMAT = 2
 MANIFEST, STATE, OWNER = "MANIFEST.json", "state.json", ".owner"
@@ -60,30 +63,38 @@ class Checkpoint:
         """Optimizer steps taken or skipped before it: the next step's index."""
         return int(self.state["step"])
 
-    def tensors(self, group: str) -> dict[str, Tensor]:
+    def tensors(self, group: str, rows: Mapping[str, slice] | None = None) -> dict[str, Tensor]:
         """All tensors of a group (`model`, `optimizer`), whole, on the CPU.
+
+        rows: of these tensors only these rows are read.
 
         Raises `CheckpointError` that names the file where one cannot be read, or the tensor whose
         rows are not all there.
         """
         pieces: dict[str, list[Piece]] = {}
         for file in sorted(self.path.glob(f"{group}-*-of-*.safetensors")):
-            for name, piece in _read_pieces(file):
+            for name, piece in _read_pieces(file, rows or {}):
                 pieces.setdefault(name, []).append(piece)
         if not pieces:
             raise CheckpointError(f"{self.path} holds no {group}-*.safetensors")
-        return {name: self._joined(name, parts) for name, parts in pieces.items()}
+        return {
+            name: self._joined(name, parts, (rows or {}).get(name))
+            for name, parts in pieces.items()
+        }
 
-    def _joined(self, name: str, parts: list[Piece]) -> Tensor:
+    def _joined(self, name: str, parts: list[Piece], rows: slice | None) -> Tensor:
         parts = sorted(parts, key=lambda piece: piece.start)
         if len(parts) == 1 and parts[0].rows.ndim == 0:
             return parts[0].rows
-        at = 0
+        at, end = (0, parts[0].total) if rows is None else (rows.start, rows.stop)
         for piece in parts:
-            if piece.rows.ndim == 0 or piece.start != at or piece.total != parts[0].total:
+            if piece.rows.ndim == 0 or piece.total != parts[0].total:
                 break
-            at += len(piece.rows)
-        if at != parts[0].total:
+            if len(piece.rows) and piece.start == at:
+                at += len(piece.rows)
+        if at != end or sum(len(piece.rows) for piece in parts if piece.rows.ndim) != end - (
+            0 if rows is None else rows.start
+        ):
             raise CheckpointError(f"{self.path}: the rows of {name} are not all there")
         return parts[0].rows if len(parts) == 1 else torch.cat([piece.rows for piece in parts])
 
@@ -92,15 +103,17 @@ class Checkpoint:
 
 
 def own_piece(tensor: Tensor, rank: int, ranks: int) -> Piece | None:
-    """The rows of a replicated tensor that `rank` writes: an equal share, none of too few.
+    """The rows of a tensor that `rank` writes: an equal share among those that hold the same ones.
 
-    Scalars are rank 0's.
+    None of too few; scalars are rank 0's.
     """
     if tensor.ndim == 0:
         return Piece(tensor, 0, 0) if rank == 0 else None
-    total = len(tensor)
-    start, end = (total * edge // ranks for edge in (rank, rank + 1))
-    return Piece(tensor[start:end], start, total) if start < end else None
+    total, held, first = len(tensor), local(tensor), rows_of(tensor).start
+    shards = tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1
+    replica, replicas = rank // shards, ranks // shards
+    start, end = (len(held) * edge // replicas for edge in (replica, replica + 1))
+    return Piece(held[start:end], first + start, total) if start < end else None
 
 
 def partial_folder(folder: Path, step: int, attempt: str) -> Path:
@@ -291,8 +304,14 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters())
 
 
+def sharded_rows(model: nn.Module) -> dict[str, slice]:
+    """This rank's rows of each parameter that it does not hold whole."""
+    parameters = model.named_parameters()
+    return {name: rows_of(p) for name, p in parameters if isinstance(p, DTensor)}
+
+
 def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Restore what `model_tensors` gave.
+    """Restore what `model_tensors` gave: whole tensors, or of a sharded model this rank's rows.
 
     Raises `CheckpointError` where names, shapes or types differ.
     """
@@ -303,12 +322,13 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in parameters.items():
             tensor = tensors[name]
-            if (parameter.shape, parameter.dtype) != (tensor.shape, tensor.dtype):
+            own = local(parameter)
+            if (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
                 raise CheckpointError(
                     f"{name} is {tuple(tensor.shape)} {tensor.dtype} in the checkpoint, "
-                    f"{tuple(parameter.shape)} {parameter.dtype} in the model"
+                    f"{tuple(own.shape)} {own.dtype} in the model"
                 )
-            parameter.copy_(tensor)
+            own.copy_(tensor)
 
 
 # ---- Files --------------------------------------------------------------------------------------
@@ -318,14 +338,29 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _read_pieces(file: Path) -> list[tuple[str, Piece]]:
+def _read_pieces(file: Path, wanted: Mapping[str, slice]) -> list[tuple[str, Piece]]:
     try:
         with safe_open(file, "pt") as reader:
             rows = json.loads((reader.metadata() or {})["rows"])
             names = reader.keys()  # no mapping: it cannot be iterated over
-            return [(name, Piece(reader.get_tensor(name), *rows[name])) for name in names]
+            return [(name, _read_piece(reader, name, rows[name], wanted)) for name in names]
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _read_piece(
+    reader: Any, name: str, place: tuple[int, int], wanted: Mapping[str, slice]
+) -> Piece:
+    """What a file holds of the rows wanted, which may be none."""
+    start, total = place
+    if name not in wanted:
+        return Piece(reader.get_tensor(name), start, total)
+    part = reader.get_slice(name)
+    end = start + part.get_shape()[0]
+    first, last = max(start, wanted[name].start), min(end, wanted[name].stop)
+    if first >= last:
+        return Piece(part[0:0], start, total)
+    return Piece(part[first - start : last - start], first, total)
 
 
 def _not_written(partial: Path, error: Exception) -> CheckpointError:

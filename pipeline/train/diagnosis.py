@@ -7,6 +7,7 @@ from collections import Counter
 import torch
 
 from model import HybridModel
+from pipeline.train.parallel import local
 from pipeline.train.reduction import Reduction
 from pipeline.train.step import MicroBatches, forward_backward
 from quant import Precision
@@ -15,18 +16,23 @@ SHOWN = 3  # layers of each kind
 
 
 def layers_at_fault(
-    model: HybridModel, precision: Precision, micro_batches: MicroBatches, step: int
+    model: HybridModel,
+    precision: Precision,
+    micro_batches: MicroBatches,
+    step: int,
+    reduction: Reduction,
 ) -> str:
     """The layers with non-finite values, else those with the largest errors and gradients.
 
     Runs the step's forward and backward passes again, and no update. Every rank calls it.
     """
     precision.statistics.restart()
-    forward_backward(model, precision, micro_batches, step, Reduction(model))
+    forward_backward(model, precision, micro_batches, step, reduction)
     statistics = precision.statistics.collect()
     precision.nonfinite()
+    reduction.finish()
     norms = {
-        name: float(torch.linalg.vector_norm(parameter.grad.float()))
+        name: float(torch.linalg.vector_norm(local(parameter.grad)))
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
@@ -46,7 +52,10 @@ def layers_at_fault(
 def source_mix(names: tuple[str, ...], micro_batches: MicroBatches) -> str:
     """How many rows of each source this rank's micro-batches hold."""
     rows = Counter(
-        names[source] for _, batch in micro_batches for source in batch.source_B.tolist()
+        names[source]
+        for index, batch in micro_batches
+        if index is not None
+        for source in batch.source_B.tolist()
     )
     return ", ".join(f"{count} rows of {name}" for name, count in rows.most_common())
 

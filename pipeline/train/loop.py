@@ -18,29 +18,32 @@ from typing import Any
 
 import torch
 
-from evals.domains import domain_loss
 from pipeline.config import AROUND_A_RUN, Config, ConfigError, PermanentError, differences
 from pipeline.data.shards import DataError, open_corpus
-from pipeline.data.stream import Batch, MixtureStream, validation_rows
+from pipeline.data.stream import Batch, MixtureStream, empty_batch
 from pipeline.lineage import lineage_of, schedule_of
 from pipeline.runs import RunFolder
 from pipeline.train import checkpoint
-from pipeline.train.build import build_mixture, build_model, build_recipe
+from pipeline.train.build import build_mixture, build_trainable
 from pipeline.train.checkpoint import Checkpoint, CheckpointError
 from pipeline.train.diagnosis import layers_at_fault, source_mix
 from pipeline.train.exclusions import Exclusions
 from pipeline.train.feed import Feed
 from pipeline.train.metrics import MetricsFile
-from pipeline.train.optim import build_optimizer, load_optimizer_tensors, optimizer_tensors
-from pipeline.train.parallel import Rank, differing_replicas, from_rank_0
-from pipeline.train.reduction import build_reduction
+from pipeline.train.optim import (
+    build_optimizer,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    sharded_state_rows,
+)
+from pipeline.train.parallel import Rank, all_reduce, differing_replicas, from_rank_0, local
 from pipeline.train.saver import Saver
 from pipeline.train.spikes import SpikeWindow
 from pipeline.train.step import MicroBatches, StepResult, train_step
 from pipeline.train.stopping import requested
+from pipeline.train.validation import validate
 from pipeline.train.watchdog import Watchdog
 from pipeline.warm_start import load_weights, warm_start_of
-from quant import apply_recipe
 from quant.policy import summary
 
 OPTIMIZER_CONSTANTS = ("weight_decay", "beta1", "beta2", "epsilon", "clip_norm", "reproducible")
@@ -99,9 +102,12 @@ class Trainer:
         self.precision.adds_weight_gradients = True
         if config.train.compile:
             self.model.compile_blocks()
+        self.trainable = build_trainable(config, self.device)
+        self.model, self.precision = self.trainable.model, self.trainable.precision
+        self.recipe = self.precision.recipe
         self.precision.statistics.every = config.train.statistics_every_steps
         self.optimizer = build_optimizer(self.model, config.train)
-        self.reduction = build_reduction(self.model, config.train)
+        self.optimizer.register_step_post_hook(self.trainable.changed)
         self.token_bytes = self.dataset.token_bytes()
         self.window = SpikeWindow(config.train.spike_window, config.train.spike_threshold)
         self.exclusions = Exclusions()
@@ -172,9 +178,15 @@ class Trainer:
         step, size = self.step, self.train.micro_batch
         self.precision.mode = self.schedule.phase(step).precision
         first = step * self.schedule.global_batch
-        micro_batches = [
+        micro_batches: list[tuple[int | None, Batch]] = [
             ((batch.first_unit - first) // size, self._on_device(batch)) for batch in batches
         ]
+        if self.trainable.weights is not None:  # each gather is all ranks' work
+            rounds = -(-self.train.global_batch // (size * self.rank.size))
+            empty = empty_batch(size, self.schedule.phase(step).sequence_length)
+            missing = rounds - len(batches)
+            micro_batches += [(None, self._moved(empty))] * missing
+        self.trainable.prepare()
         result = train_step(
             self.model,
             self.precision,
@@ -185,7 +197,7 @@ class Trainer:
             clip_norm=self.train.clip_norm,
             judge=self.window.judge,
             signals=self._signals(),
-            reduction=self.reduction,
+            reduction=self.trainable.reduction,
             before_sums=lambda: self.watchdog.reached(f"the sums of step {step}"),
         )
         self.window.add(result.loss, result.grad_norm)
@@ -227,7 +239,9 @@ class Trainer:
         self._note(f"step {self.step}: skipped, {result.skipped}")
         if self.skipped <= self.train.max_skipped_steps:
             return
-        layers = layers_at_fault(self.model, self.precision, micro_batches, self.step)
+        layers = layers_at_fault(
+            self.model, self.precision, micro_batches, self.step, self.trainable.reduction
+        )
         phase = self.schedule.phase(self.step)
         raise TooManySkippedStepsError(
             f"step {self.step}: {self.skipped} steps were skipped, more than "
@@ -240,7 +254,9 @@ class Trainer:
         )
 
     def _on_device(self, batch: Batch) -> Batch:
-        batch = self.stream.without_shards(batch, self.exclusions.blocked(self.step))
+        return self._moved(self.stream.without_shards(batch, self.exclusions.blocked(self.step)))
+
+    def _moved(self, batch: Batch) -> Batch:
         moved = {
             name: getattr(batch, name).to(self.device, non_blocking=True)
             for name in ("tokens_BT", "labels_BT", "seq_idx_BT")
@@ -276,27 +292,9 @@ class Trainer:
         return tokens // every_tokens > (tokens - self.schedule.tokens_per_step) // every_tokens
 
     def _validate(self) -> None:
-        """Held-out loss in the recipe's precision and in BF16, of each domain and of all tokens."""
-        values = {}
-        names = self.dataset.sources
-        for label in ("recipe", "bf16"):
-            nats, tokens = 0.0, 0
-            with self.precision.override(label):
-                for name in names:
-                    rows = validation_rows(
-                        self.dataset,
-                        name,
-                        self.train.sequence_length,
-                        self.train.validation_tokens // len(names),
-                    )
-                    if not len(rows.tokens_BT):  # nothing of this source is held out
-                        continue
-                    domain = domain_loss(self.model, rows, self.token_bytes, self.train.micro_batch)
-                    values[f"validation/{name}/loss_{label}"] = domain.loss
-                    nats, tokens = nats + domain.nats_sum, tokens + domain.tokens
-            values[f"validation/loss_{label}"] = nats / max(tokens, 1)
-            self.validation[label] = values[f"validation/loss_{label}"]
-        self._append("validation", values)
+        values = validate(self.trainable, self.dataset, self.token_bytes, self.train)
+        self.validation = {label: values[f"loss_{label}"] for label in ("recipe", "bf16")}
+        self._append("validation", {f"validation/{name}": v for name, v in values.items()})
 
     # ---- Records --------------------------------------------------------------------------------
 
@@ -359,14 +357,17 @@ class Trainer:
 
     def _require_finite_weights(self) -> None:
         """No later step could be taken, and the checkpoint would displace a good one."""
-        if not torch.isfinite(torch.nn.utils.get_total_norm(list(self.model.parameters()))):
+        norm = torch.nn.utils.get_total_norm([local(p) for p in self.model.parameters()])
+        if self.trainable.sharding.mesh is not None:
+            all_reduce(norm, self.trainable.sharding.shards)
+        if not torch.isfinite(norm):
             raise PermanentError(
                 f"step {self.step}: the weights are no longer finite, training has diverged; lower "
                 "train.learning_rate. Checkpoints written before stay in place"
             )
 
     def _compare_replicas(self) -> None:
-        ranks = differing_replicas(self.model)
+        ranks = differing_replicas(self.model, self.trainable.sharding.replicas)
         if ranks:
             names = ", ".join(f"rank {rank}" for rank in ranks)
             raise ReplicasDifferError(
@@ -435,8 +436,11 @@ class Trainer:
                 load_weights(self.warm_start, self.model, self.dataset)
 
     def _load(self, found: Checkpoint) -> None:
-        checkpoint.load_model_tensors(self.model, found.tensors("model"))
-        load_optimizer_tensors(self.model, self.optimizer, found.tensors("optimizer"))
+        own, own_moments = checkpoint.sharded_rows(self.model), sharded_state_rows(self.model)
+        checkpoint.load_model_tensors(self.model, found.tensors("model", own))
+        moments = found.tensors("optimizer", own_moments)
+        load_optimizer_tensors(self.model, self.optimizer, moments)
+        self.trainable.changed()
         state = found.state
         self.step = found.step
         self.skipped = state["skipped_steps"]

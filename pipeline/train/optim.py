@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import TrainConfig
+from pipeline.train.checkpoint import sharded_rows
+from pipeline.train.parallel import local
 
 
 def decays(name: str, parameter: Tensor) -> bool:
@@ -46,12 +48,24 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def load_optimizer_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
 ) -> None:
-    """Restore what `optimizer_tensors` gave. Raises `ValueError` on a name that does not fit."""
+    """Restore what `optimizer_tensors` gave: whole, or of a sharded parameter this rank's rows.
+
+    Raises `ValueError` on a name that does not fit.
+    """
     parameters = dict(model.named_parameters())
     for full_name, value in tensors.items():
         name, key = full_name.rsplit("/", 1)
         if name not in parameters:
             raise ValueError(f"optimizer state of {name}, which is no parameter of this model")
-        optimizer.state[parameters[name]][key] = value.to(
-            device=parameters[name].device if key != "step" else "cpu"
-        )
+        parameter = parameters[name]
+        if key == "step":
+            optimizer.state[parameter][key] = value.cpu()
+        else:
+            state = optimizer.state[parameter][key] = torch.empty_like(parameter)
+            local(state).copy_(value)
+
+
+def sharded_state_rows(model: nn.Module) -> dict[str, slice]:
+    """This rank's rows of the moments of each parameter that it does not hold whole."""
+    rows = sharded_rows(model)
+    return {f"{name}/{key}": rows[name] for name in rows for key in ("exp_avg", "exp_avg_sq")}

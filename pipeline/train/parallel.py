@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,11 +38,21 @@ def several(group: Group = None) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor; another tensor itself."""
+    """This rank's rows of a sharded tensor, not a copy; another tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def all_reduce(tensor: Tensor, group: Group = None, op: dist.ReduceOp = dist.ReduceOp.SUM) -> None:
+def rows_of(tensor: Tensor) -> slice:
+    """Which rows of the whole this rank holds: a ceiling's share each, the last ranks fewer."""
+    if not isinstance(tensor, DTensor):
+        return slice(0, len(tensor) if tensor.ndim else 0)
+    mesh, rows = tensor.device_mesh, len(tensor)
+    each = -(-rows // mesh.size())
+    start = min(mesh.get_local_rank() * each, rows)
+    return slice(start, min(start + each, rows))
+
+
+def all_reduce(tensor: Tensor, group: Group = None, op: Any = dist.ReduceOp.SUM) -> None:
     """Sum (or another `op`) over ranks, in place."""
     if several(group):
         dist.all_reduce(tensor, op, group)
@@ -77,17 +87,20 @@ def gathered(value: Value) -> list[Value]:
     return values
 
 
-def differing_replicas(model: nn.Module) -> list[int]:
-    """Ranks whose parameters are not the bits of most ranks (of rank 0's, where two halves differ).
+def differing_replicas(model: nn.Module, replicas: Group = None) -> list[int]:
+    """Ranks whose parameters are not the bits of most of their `replicas` (of the first one's,
+    where two halves differ).
 
     A hash of each parameter is compared, so any flipped bit shows.
     """
-    if not several():
+    if not several(replicas):
         return []
-    own = torch.stack([torch.hash_tensor(parameter.detach()) for parameter in model.parameters()])
+    parts = [local(parameter.detach()) for parameter in model.parameters()]
+    own = torch.stack([torch.hash_tensor(part) for part in parts if part.numel()])
     own = own.view(torch.int64)
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, own)
-    hashes = [tuple(hashes.tolist()) for hashes in gathered]
+    of_all = [torch.empty_like(own) for _ in range(dist.get_world_size(replicas))]
+    dist.all_gather(of_all, own, replicas)
+    hashes = [tuple(hashes.tolist()) for hashes in of_all]
     usual = max(hashes, key=hashes.count)
-    return [rank for rank, hashed in enumerate(hashes) if hashed != usual]
+    differs = gathered(hashes[dist.get_rank(replicas)] != usual)
+    return [rank for rank, differing in enumerate(differs) if differing]

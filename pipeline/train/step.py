@@ -20,7 +20,9 @@ from pipeline.train.parallel import all_reduce
 from pipeline.train.reduction import Reduction
 from quant import Precision
 
-MicroBatches = Sequence[tuple[int, Batch]]
+MicroBatches = Sequence[tuple[int | None, Batch]]
+"""Each with its index in the global batch; None for an empty one, without labels, that keeps this
+rank in step with ranks that have one more."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def train_step(
     reduction: Reduction | None = None,
     before_sums: Callable[[], None] = lambda: None,
 ) -> StepResult:
-    """Run one step over this rank's `micro_batches`, each with its index in the global batch.
+    """Run one step over this rank's `micro_batches`.
 
     Args:
         judge: why a step of this (finite) loss and gradient norm is an outlier; "" if it is none.
@@ -104,7 +106,7 @@ def forward_backward(
     all_reduce(num_valid)
     reduction.begin()
     for position, (index, batch) in enumerate(micro_batches, start=1):
-        precision.begin(step, index)
+        precision.begin(step, index or 0, counts=index is not None)
         loss_sum, _ = model.loss(batch.tokens_BT, batch.labels_BT, batch.seq_idx_BT)
         share = loss_sum / num_valid.clamp(min=1)
         reduction.backward(share, last=position == len(micro_batches))
@@ -128,4 +130,3 @@ def _bad(loss: float, grad_norm: float, nonfinite: int, outside: int) -> str:
 def _count_valid(micro_batches: MicroBatches) -> Tensor:
     counts = [(batch.labels_BT >= 0).sum() for _, batch in micro_batches]
     return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
-

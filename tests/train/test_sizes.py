@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from pipeline.config import Config
+from pipeline.config import ClusterConfig, Config
 from pipeline.runs import RunFolder
 from tests.train.ranks import run_on_ranks
 from tests.train.tiny import (
+    LENGTH,
     configuration,
     corpus,
     curve_of,
@@ -20,12 +23,21 @@ from tests.train.tiny import (
     train_until,
 )
 
-STEPS, SIZES = 6, (4, 2)  # six micro-batches a step: four ranks have one or two each
+STEPS, SIZES, BATCH = 6, (4, 2), 6  # on four ranks: one or two micro-batches each
 pytestmark = pytest.mark.slow
 
 
-def config_of(folder: Path) -> Config:
-    return configuration(folder, STEPS, global_batch=6, micro_batch=1, reproducible=True)
+def config_of(folder: Path, shard: int = 1) -> Config:
+    config = configuration(
+        folder,
+        STEPS,
+        tokens=STEPS * BATCH * LENGTH,
+        global_batch=BATCH,
+        micro_batch=1,
+        reproducible=True,
+        checkpoint_every_tokens=0,
+    )
+    return replace(config, cluster=ClusterConfig(shard=shard))
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +55,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_this_size(folder: Path) -> None:
-    """Train `on-<size>` to the end, and `moved` from where it stands for two steps more."""
-    import torch.distributed as dist
+    """Train `on-<size>` to the end, and `moved` from where it stands for two steps more.
 
-    size, config = dist.get_world_size(), config_of(folder)
-    train(config, RunFolder(folder / f"on-{size}"), folder / "corpus")
-    until = {4: 2, 2: 4}[size]
-    train_until(config, RunFolder(folder / "moved"), folder / "corpus", until)
+    Two ranks hold whole weights and then share one copy; four share one, and then two copies.
+    """
+    size = dist.get_world_size()
+    alone, moved, until = {2: (1, 0, 4), 4: (0, 2, 2)}[size]
+    train(config_of(folder, alone), RunFolder(folder / f"on-{size}"), folder / "corpus")
+    train_until(config_of(folder, moved), RunFolder(folder / "moved"), folder / "corpus", until)
 
 
 @pytest.mark.parametrize("name", ["on-2", "on-4", "moved"])
