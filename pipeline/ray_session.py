@@ -80,15 +80,16 @@ def resources_at(address: str) -> dict[str, float] | None:
 
 def missing_resources(cluster: ClusterConfig, available: dict[str, float]) -> list[str]:
     """What the configured workers need and a cluster with `available` lacks, in words."""
+    workers = cluster.min_workers or cluster.workers
     needs = {
-        "CPU": cluster.workers * cluster.cpus_per_worker,
-        "GPU": cluster.workers * cluster.gpus_per_worker,
+        "CPU": workers * cluster.cpus_per_worker,
+        "GPU": workers * cluster.gpus_per_worker,
     }
     if cluster.accelerator:
         needs[f"accelerator_type:{cluster.accelerator}"] = 1e-3  # Ray marks each such node with it
     return [
-        f"cluster: {cluster.workers} workers need {need:g} {kind}, the Ray cluster has "
-        f"{available.get(kind, 0):g}; lower cluster.workers or add nodes"
+        f"cluster: {workers} workers need {need:g} {kind}, the Ray cluster has "
+        f"{available.get(kind, 0):g}; lower cluster.workers or cluster.min_workers, or add nodes"
         for kind, need in needs.items()
         if need > available.get(kind, 0)
     ]

@@ -23,6 +23,7 @@ def validate(config: Config) -> None:
         raise ConfigError(
             f"manifest.kind={config.manifest.kind}: {nearest(config.manifest.kind, MANIFESTS)}"
         )
+    _check_cluster(config.cluster)
     if train.global_batch % train.micro_batch:
         raise ConfigError(
             f"train.global_batch={train.global_batch} is not a multiple of "
@@ -93,6 +94,21 @@ def _check_study(study: StudyConfig) -> None:
             raise ConfigError(f"{path}.trunk={arm.trunk}: that arm is a fork itself")
         if arm.num_seeds > trunk.num_seeds or not set(arm.sizes) <= set(trunk.sizes):
             raise ConfigError(f"{path}: it has sizes or seeds that its trunk {arm.trunk} has not")
+
+
+def _check_cluster(cluster: ClusterConfig) -> None:
+    """Workers can be had in these numbers, and shared copies in each. Raises `ConfigError`."""
+    least = cluster.min_workers
+    if least is not None and not 1 <= least <= cluster.workers:
+        raise ConfigError(
+            f"cluster.min_workers={least}: from 1 to cluster.workers={cluster.workers}"
+        )
+    for workers in range(least or cluster.workers, cluster.workers + 1):
+        if cluster.shard and workers % cluster.shard:
+            raise ConfigError(
+                f"cluster.shard={cluster.shard} does not divide {workers} workers; choose what "
+                "divides each number of workers from min_workers on, or 0 for all of them"
+            )
 
 
 def _check_ranges(config: Config) -> None:

@@ -40,7 +40,9 @@ def train_on_workers(config: Config, run: RunFolder, dataset: Path) -> dict[str,
         worker,
         train_loop_config=arguments,
         scaling_config=ScalingConfig(
-            num_workers=cluster.workers,
+            num_workers=(cluster.min_workers, cluster.workers)
+            if cluster.min_workers
+            else cluster.workers,
             use_gpu=cluster.gpus_per_worker > 0,
             resources_per_worker=resources if cluster.workers else None,
             accelerator_type=cluster.accelerator,

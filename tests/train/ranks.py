@@ -1,57 +1,60 @@
 """Several gloo processes that each run a function of a test module.
 
-    python -m tests.train.ranks MODULE FUNCTION FOLDER      with RANK and WORLD_SIZE set
-
-calls MODULE.FUNCTION(FOLDER) in a process group. One set of processes for many checks: each start
-takes seconds.
+They are forked from a server that has imported everything once, so that a start takes moments.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
-import subprocess
-import sys
+import multiprocessing
+import tempfile
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.train.tiny", "torch.distributed.fsdp"])
+TIMEOUT = 600.0
 
-def run_on_ranks(function: Callable[[Path], None], ranks: int, folder: Path) -> list[str]:
-    """What each rank printed. Fails where one of them does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    arguments = [function.__module__, function.__name__, str(folder)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.train.ranks", *arguments],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
+Function = Callable[[Path], None]
+
+
+def start_on_ranks(function: Function, ranks: int, folder: Path) -> list[BaseProcess]:
+    """Processes that each call `function(folder)` in one process group."""
+    with tempfile.TemporaryDirectory(prefix="rendezvous-") as meeting:
+        pass  # a name that is free
+    arguments = [(function, rank, ranks, folder, meeting) for rank in range(ranks)]
+    processes: list[BaseProcess] = [
+        CONTEXT.Process(target=_in_group, args=item, daemon=True) for item in arguments
     ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def run_on_ranks(function: Function, ranks: int, folder: Path) -> None:
+    """Call `function(folder)` on all ranks. Fails where one of them does."""
+    processes = start_on_ranks(function, ranks, folder)
     try:
-        outputs = [process.communicate(timeout=600) for process in processes]
-    finally:
         for process in processes:
-            process.kill()
-    for process, (_, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors
-    return [printed for printed, _ in outputs]
+            process.join(TIMEOUT)
+        assert all(process.exitcode == 0 for process in processes), "see the ranks' output"
+    finally:
+        kill(processes)
 
 
-if __name__ == "__main__":
-    module, name, folder = sys.argv[1:]
+def kill(processes: list[BaseProcess]) -> None:
+    """SIGKILL, whatever they do."""
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def _in_group(function: Function, rank: int, ranks: int, folder: Path, meeting: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/.rendezvous-{name}",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-    )
-    getattr(importlib.import_module(module), name)(Path(folder))
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+    function(folder)
     dist.barrier()
     dist.destroy_process_group()

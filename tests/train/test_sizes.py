@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from pipeline.config import ClusterConfig, Config
 from pipeline.runs import RunFolder
-from tests.train.ranks import run_on_ranks
+from pipeline.train.loop import Trainer
+from pipeline.train.metrics import read_records
+from pipeline.train.step import MicroBatches
+from tests.train.ranks import TIMEOUT, kill, run_on_ranks, start_on_ranks
 from tests.train.tiny import (
     LENGTH,
     configuration,
@@ -20,10 +27,12 @@ from tests.train.tiny import (
     start,
     tensors_of,
     train,
-    train_until,
 )
 
-STEPS, SIZES, BATCH = 6, (4, 2), 6  # on four ranks: one or two micro-batches each
+STEPS, BATCH, INTERVAL = 12, 6, 2  # six micro-batches a step: not for every size equally many
+ELASTIC = ((4, 2, 3), (2, 0, 6), (3, 1, 9), (4, 0, None))
+"""Of the run that is killed: on how many ranks, in rows of how many (0: all), killed when that
+step is done."""
 pytestmark = pytest.mark.slow
 
 
@@ -35,43 +44,93 @@ def config_of(folder: Path, shard: int = 1) -> Config:
         global_batch=BATCH,
         micro_batch=1,
         reproducible=True,
-        checkpoint_every_tokens=0,
+        checkpoint_every_tokens=INTERVAL * BATCH * LENGTH,
     )
     return replace(config, cluster=ClusterConfig(shard=shard))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of each size, and one that was done in parts by all of them."""
+    """Undisturbed runs of one, two and four ranks, and one that all of them did in parts."""
     folder = tmp_path_factory.mktemp("sizes")
     corpus(folder / "corpus")
-    for name in ("on-1", "on-2", "on-4", "moved"):
+    for name in ("on-1", "on-2", "on-4", "elastic"):
         start(config_of(folder), name)
-    for size in SIZES:
-        run_on_ranks(on_this_size, size, folder)
-    for name in ("on-1", "moved"):
-        train(config_of(folder), RunFolder(folder / name), folder / "corpus")
+    train(config_of(folder), RunFolder(folder / "on-1"), folder / "corpus")
+    run_on_ranks(on_whole_copies, 2, folder)
+    run_on_ranks(on_one_copy, 4, folder)
+    for ranks, shard, until in ELASTIC:
+        (folder / "shard").write_text(str(shard))
+        processes = start_on_ranks(elastic_part, ranks, folder)
+        deadline = time.monotonic() + TIMEOUT
+        while any(process.is_alive() for process in processes):
+            assert time.monotonic() < deadline
+            if until is not None and last_step(folder) >= until:
+                break
+            time.sleep(0.005)
+        finished = [process.exitcode == 0 for process in processes]
+        kill(processes)
+        assert all(finished) == (until is None)
     return folder
 
 
-def on_this_size(folder: Path) -> None:
-    """Train `on-<size>` to the end, and `moved` from where it stands for two steps more.
-
-    Two ranks hold whole weights and then share one copy; four share one, and then two copies.
-    """
-    size = dist.get_world_size()
-    alone, moved, until = {2: (1, 0, 4), 4: (0, 2, 2)}[size]
-    train(config_of(folder, alone), RunFolder(folder / f"on-{size}"), folder / "corpus")
-    train_until(config_of(folder, moved), RunFolder(folder / "moved"), folder / "corpus", until)
+def on_whole_copies(folder: Path) -> None:
+    train(config_of(folder, 1), RunFolder(folder / "on-2"), folder / "corpus")
 
 
-@pytest.mark.parametrize("name", ["on-2", "on-4", "moved"])
+def on_one_copy(folder: Path) -> None:
+    train(config_of(folder, 0), RunFolder(folder / "on-4"), folder / "corpus")
+
+
+def elastic_part(folder: Path) -> None:
+    """Go on with the run that is killed, and note which units each step saw."""
+    rank, size, timed = dist.get_rank(), dist.get_world_size(), Trainer._timed_step
+    seen = folder / f"seen-{size}-{rank}-{time.time_ns()}.jsonl"
+
+    def noted(trainer: Trainer, batches: MicroBatches) -> object:
+        result = timed(trainer, batches)  # type: ignore[arg-type]
+        units = [batch.first_unit for batch in batches]  # type: ignore[attr-defined]
+        with seen.open("a") as file:
+            file.write(json.dumps([trainer.step, size, units]) + "\n")
+        return result
+
+    shard = int((folder / "shard").read_text())
+    with mock.patch.object(Trainer, "_timed_step", noted):
+        train(config_of(folder, shard), RunFolder(folder / "elastic"), folder / "corpus")
+
+
+def last_step(folder: Path) -> int:
+    records = read_records(RunFolder(folder / "elastic").metrics)
+    return max((item["step"] for item, _ in records if item["kind"] == "train"), default=0)
+
+
+@pytest.mark.parametrize("name", ["on-2", "on-4", "elastic"])
 def test_weights_optimizer_and_everything_logged_are_those_of_one_worker(
     runs: Path, name: str
 ) -> None:
     alone, other = RunFolder(runs / "on-1"), RunFolder(runs / name)
     assert same_bits(tensors_of(alone), tensors_of(other))
-    shares = [
-        [record for record in curve_of(run) if record[0] != "statistics"] for run in (alone, other)
+    assert curve_of(alone) == curve_of(other)
+
+
+def test_killed_and_resized_each_planned_unit_is_consumed_once(runs: Path) -> None:
+    """Of the steps that count: those done again after a kill displace what was done before."""
+    starts = [
+        item
+        for item, _ in read_records(RunFolder(runs / "elastic").metrics)
+        if item["kind"] == "start"
     ]
-    assert shares[0] == shares[1]
+    assert [item["metrics"]["start/ranks"] for item in starts] == [size for size, *_ in ELASTIC]
+    bounds = [item["step"] for item in starts] + [STEPS]
+    assert bounds == sorted(bounds)
+    parts = sorted({int(path.stem.rsplit("-", 1)[1]) for path in runs.glob("seen-*")})
+    assert len(parts) == sum(size for size, *_ in ELASTIC)
+    consumed: Counter[int] = Counter()
+    for (size, *_), first, end in zip(ELASTIC, bounds, bounds[1:], strict=True):
+        files = sorted(runs.glob(f"seen-{size}-*"), key=lambda path: path.stem.rsplit("-", 1)[1])
+        own = files[:size] if first == 0 or size != 4 else files[-size:]
+        for file in own:
+            for step, _, units in map(json.loads, file.read_text().splitlines()):
+                if first <= step < end:
+                    consumed.update(units)
+    assert consumed == Counter(range(STEPS * BATCH))
