@@ -51,6 +51,16 @@ class RunFolder:
         return self.path / "HANG.txt"
 
     @property
+    def profile(self) -> Path:
+        """Traces of `train.profile_steps`."""
+        return self.path / "profile"
+
+    @property
+    def logs(self) -> Path:
+        """What each worker printed, a file a rank."""
+        return self.path / "logs"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

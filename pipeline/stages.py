@@ -92,6 +92,8 @@ def train(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
         print(f"  weights    from {source.path}", flush=True)
     with Follower(run, tracker, schedule):
         summary = train_on_workers(config, run, folder)
+    if run.profile.is_dir():
+        tracker_safely(lambda: tracker.log_files(run.profile))
     found = checkpoint.latest(run.checkpoints)
     assert found is not None, "training ends with a checkpoint"
     tracker_safely(lambda: tracker.log_checkpoint(found.path, found.step))

@@ -6,6 +6,7 @@ import json
 from datetime import timedelta
 
 from pipeline.config import STAGES, Config
+from pipeline.goodput import goodput
 from pipeline.lineage import lineage_of, schedule_of
 from pipeline.runs import RunFolder, is_locked
 from pipeline.train import checkpoint
@@ -32,6 +33,7 @@ def describe(config: Config, run: RunFolder) -> list[str]:
     trained = [record for record in records if record["kind"] == "train"]
     if trained:
         values, step = trained[-1]["metrics"], trained[-1]["step"]
+        put = goodput(records, schedule.tokens_per_step)
         left = (schedule.num_steps - step) * schedule.tokens_per_step
         seconds = round(left / values["train/tokens_per_second"])
         starts = sum(record["kind"] == "start" for record in records)
@@ -42,6 +44,7 @@ def describe(config: Config, run: RunFolder) -> list[str]:
             f"loss        {values['train/loss']:.4f}",
             f"skipped     {values['train/skipped_steps']} steps",
             f"restarts    {max(starts - 1, 0)}",
+            *([f"goodput     {put.useful:.0%}, {put.replayed} steps done again"] if put else []),
             f"time left   {timedelta(seconds=seconds)} of training",
         ]
     lines.append(f"checkpoint  {_last_checkpoint(run)}")

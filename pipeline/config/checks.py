@@ -35,6 +35,11 @@ def validate(config: Config) -> None:
             raise ConfigError(
                 f"precision.{name}: a number of blocks, or a share below 1, not {end}"
             )
+    profiled = train.profile_steps
+    if profiled and not (len(profiled) == 2 and 0 <= profiled[0] <= profiled[1]):
+        raise ConfigError(
+            f"train.profile_steps={list(profiled)}: give the first and the last step, as [20,24]"
+        )
     if not config.data.sources:
         raise ConfigError("data.sources: empty; name at least one source of text")
     if config.study:

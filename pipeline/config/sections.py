@@ -16,12 +16,14 @@ NOT_DECISIVE = (  # keys of train that change no weight
     "activation_checkpointing",
     "checkpoint_every_tokens",
     "compare_replicas_every_steps",
+    "deterministic",
     "hang_timeout_seconds",
     "keep_checkpoints",
     "keep_checkpoints_every_tokens",
     "log_every_steps",
     "max_checkpoint_failures",
     "max_skipped_steps",
+    "profile_steps",
     "statistics_every_steps",
     "validate_every_tokens",
     "validation_tokens",
@@ -176,6 +178,8 @@ class TrainConfig:
     fork_from: str | None = None  # <run>@<step>: start from the whole state of another run
     init_from: str | None = None  # start from weights: <run>[@<step>], checkpoint or HF folder
     reproducible: bool = False  # sums whose bits do not depend on the number of workers
+    deterministic: bool = False  # the switches of `train/determinism.py`, for GPUs
+    profile_steps: tuple[int, ...] = ()  # the first and the last step that are profiled
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,11 @@ class Trainable:
     sharding: Sharding
     weights: ShardedWeights | None
 
+    @property
+    def codes_nbytes(self) -> int:
+        """Bytes of this rank's rows as codes."""
+        return 0 if self.weights is None else self.weights.codes_nbytes
+
     def changed(self, *_: object) -> None:
         """Call it after every update (as a hook of the optimizer) and every load."""
         if self.weights is not None:
@@ -58,6 +63,12 @@ class Trainable:
         """Call it before a forward pass that follows a change of weights or of the mode."""
         if self.weights is not None:
             self.weights.prepare()
+
+    def reshard(self) -> None:
+        """Call it after forward passes without a backward pass: what they gathered goes."""
+        if self.weights is not None:
+            for module in fsdp_modules(self.model):
+                module.reshard()
 
 
 def build_trainable(config: Config, device: torch.device) -> Trainable:
@@ -88,6 +99,7 @@ def assemble(
     device: torch.device,
 ) -> Trainable:
     """Shard a model (then on the meta device) and choose how its gradients are added up."""
+    precision.adds_weight_gradients = True
     groups, cluster, train = (sharding.replicas, sharding.shards), config.cluster, config.train
     weights = None
     if sharding.mesh is not None:

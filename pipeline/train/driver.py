@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config, ConfigError, PermanentError, UnreachableError, from_dict
 from pipeline.ray_session import missing_resources, start_ray
 from pipeline.runs import RunFolder
+from pipeline.train.parallel import Rank
 from pipeline.train.stopping import graceful_stop
 
 
@@ -36,13 +40,14 @@ def train_on_workers(config: Config, run: RunFolder, dataset: Path) -> dict[str,
         start_ray(cluster.address)
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     worker: Any = _train_worker
+    workers: Any = cluster.workers  # a range is not in the stubs
+    if cluster.min_workers:
+        workers = (cluster.min_workers, cluster.workers)
     trainer = TorchTrainer(
         worker,
         train_loop_config=arguments,
         scaling_config=ScalingConfig(
-            num_workers=(cluster.min_workers, cluster.workers)
-            if cluster.min_workers
-            else cluster.workers,
+            num_workers=workers,
             use_gpu=cluster.gpus_per_worker > 0,
             resources_per_worker=resources if cluster.workers else None,
             accelerator_type=cluster.accelerator,
@@ -72,18 +77,38 @@ def _train_worker(arguments: dict[str, Any]) -> dict[str, Any]:
     """
     import ray.train.torch
 
+    from pipeline.train.determinism import make_deterministic
     from pipeline.train.loop import Trainer
 
     config = from_dict(arguments["config"])
     device = str(ray.train.torch.get_device()) if config.cluster.gpus_per_worker else "cpu"
     run, dataset = RunFolder(Path(arguments["run"])), Path(arguments["dataset"])
     preempted = _preempted if config.cluster.workers else None
-    try:
-        return Trainer(config, run, dataset, device, preempted).fit()
-    except ConfigError as error:
-        return {"mistake": str(error)}
-    except PermanentError as error:
-        return {"permanent": str(error)}
+    with _own_log(run) if config.cluster.workers else contextlib.nullcontext():
+        if config.train.deterministic:
+            print(f"deterministic: {make_deterministic()}", flush=True)
+        try:
+            return Trainer(config, run, dataset, device, preempted).fit()
+        except ConfigError as error:
+            return {"mistake": str(error)}
+        except PermanentError as error:
+            return {"permanent": str(error)}
+        except BaseException:
+            traceback.print_exc()
+            raise
+
+
+@contextlib.contextmanager
+def _own_log(run: RunFolder) -> Iterator[None]:
+    """What this worker prints goes to a file of its rank; the terminal shows progress, once."""
+    run.logs.mkdir(exist_ok=True)
+    file = run.logs / f"rank-{Rank.current().index:05d}.log"
+    with (
+        file.open("a", buffering=1) as log,
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+    ):
+        yield
 
 
 def _preempted() -> bool:

@@ -26,6 +26,7 @@ from pipeline.runs import RunFolder
 from pipeline.train import checkpoint
 from pipeline.train.build import build_mixture, build_trainable
 from pipeline.train.checkpoint import Checkpoint, CheckpointError
+from pipeline.train.clock import Clock, memory, speed
 from pipeline.train.diagnosis import layers_at_fault, source_mix
 from pipeline.train.exclusions import Exclusions
 from pipeline.train.feed import Feed
@@ -37,6 +38,7 @@ from pipeline.train.optim import (
     sharded_state_rows,
 )
 from pipeline.train.parallel import Rank, all_reduce, differing_replicas, from_rank_0, local
+from pipeline.train.profiling import ProfiledSteps
 from pipeline.train.saver import Saver
 from pipeline.train.spikes import SpikeWindow
 from pipeline.train.step import MicroBatches, StepResult, train_step
@@ -116,6 +118,9 @@ class Trainer:
         self.failed_saves = 0  # in a row
         self.validation: dict[str, float] = {}
         self.metrics = MetricsFile(run.metrics) if self.rank.index == 0 else None
+        self.clock, self._seconds_to_sums = Clock(self.device), 0.0
+        profiled = config.train.profile_steps if self.rank.index == 0 else ()
+        self.profiled = ProfiledSteps(profiled, run.profile)
         self.watchdog = Watchdog(self.rank, config.train.hang_timeout_seconds, run.hang)
         attempt = from_rank_0(secrets.token_hex(4))
         self.saver = Saver(run.checkpoints, self.rank, attempt, self._checkpoint_stands)
@@ -133,6 +138,10 @@ class Trainer:
             if self.device.type == "cuda":  # which kernels run is this card's to say
                 tokens = self.train.micro_batch * self.train.sequence_length
                 self._note(f"precision: {summary(self.precision.table(num_tokens=tokens))}")
+            if self.trainable.weights is not None and self.trainable.weights.as_values:
+                reasons = self.trainable.weights.as_values.items()
+                listed = "; ".join(f"{name} ({reason})" for name, reason in reasons)
+                self._note(f"gathered as values, not as codes: {listed}")
             stopped = self._run_steps()
             self._settle()
             if self.failed_saves:
@@ -154,7 +163,9 @@ class Trainer:
 
     def _run_steps(self) -> bool:
         """All steps that are left; whether they were cut short by a request."""
+        self.clock.enter("data")
         for batches in self.feed.steps(self.step, self.exclusions.skip):
+            self.clock.enter("other")
             self._leave_out(self.feed.damaged(batches))
             if self.step in self.schedule.boundaries():
                 self.window.clear()
@@ -163,14 +174,17 @@ class Trainer:
                 self._note(f"step {self.step}: left out, as data.skip asks")
                 self.step += 1
             else:
+                self.profiled.before(self.step)
                 result, seconds = self._timed_step(batches)
-                stop, notice = (signal > 0 for signal in result.signals)
+                self.profiled.after(self.step)
+                stop, notice = (signal > 0 for signal in result.signals[:2])
                 notice = notice and self._preempted is not None and self._preempted()
                 self.step += 1
                 self._log_step(result, seconds)
             self._after_step(save_now=stop or notice)
             if stop:
                 return self.step < self.schedule.num_steps
+            self.clock.enter("data")
         return False
 
     def _timed_step(self, batches: list[Batch]) -> tuple[StepResult, float]:
@@ -187,6 +201,13 @@ class Trainer:
             missing = rounds - len(batches)
             micro_batches += [(None, self._moved(empty))] * missing
         self.trainable.prepare()
+
+        def before_sums() -> None:
+            self.watchdog.reached(f"the sums of step {step}")
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()  # the sums would wait for it anyway
+            self._seconds_to_sums = time.perf_counter() - started
+
         result = train_step(
             self.model,
             self.precision,
@@ -196,9 +217,10 @@ class Trainer:
             learning_rate=self.schedule.learning_rate(step),
             clip_norm=self.train.clip_norm,
             judge=self.window.judge,
-            signals=self._signals(),
+            signals=(*self._signals(), *self._own_seconds()),
             reduction=self.trainable.reduction,
-            before_sums=lambda: self.watchdog.reached(f"the sums of step {step}"),
+            before_sums=before_sums,
+            enter=self.clock.enter,
         )
         self.window.add(result.loss, result.grad_norm)
         if result.skipped:
@@ -221,6 +243,12 @@ class Trainer:
             )
         self.exclusions = self.exclusions.with_damaged(damaged, self.step)
         self._note(f"step {self.step}: {names} is damaged and left out from here on")
+
+    def _own_seconds(self) -> list[float]:
+        """This rank's time to the sums of the step before, in its place among all ranks."""
+        own = [0.0] * self.rank.size
+        own[self.rank.index] = self._seconds_to_sums
+        return own
 
     def _signals(self) -> tuple[float, float]:
         """Rank 0's: whether to stop after this step, and whether to ask for preemption."""
@@ -292,9 +320,11 @@ class Trainer:
         return tokens // every_tokens > (tokens - self.schedule.tokens_per_step) // every_tokens
 
     def _validate(self) -> None:
+        self.clock.enter("validation")
         values = validate(self.trainable, self.dataset, self.token_bytes, self.train)
         self.validation = {label: values[f"loss_{label}"] for label in ("recipe", "bf16")}
         self._append("validation", {f"validation/{name}": v for name, v in values.items()})
+        self.clock.enter("other")
 
     # ---- Records --------------------------------------------------------------------------------
 
@@ -313,6 +343,10 @@ class Trainer:
             "train/seconds_waiting_for_data": self.feed.waited,
         }
         self._append("train", values)
+        length = self.schedule.phase(step).sequence_length
+        tokens, kinds = self.schedule.tokens_per_step, self.clock.take()
+        by_rank = result.signals[2:]
+        self._append("speed", speed(self.config, seconds, tokens, length, kinds, by_rank))
 
     def _append(self, kind: str, values: dict[str, float], note: str = "") -> None:
         if self.metrics:
@@ -379,12 +413,17 @@ class Trainer:
         """Start writing a checkpoint of the present step."""
         self._require_finite_weights()
         self._compare_replicas()
+        self.clock.enter("checkpoint")
         self._settle()
         groups = {
             "model": checkpoint.model_tensors(self.model),
             "optimizer": optimizer_tensors(self.model, self.optimizer),
         }
         self.saver.save(self.step, groups, self._state())
+        copies = self.precision.cache_nbytes + self.trainable.codes_nbytes
+        held = (copies, self.trainable.reduction.nbytes, self.device)
+        self._append("memory", memory(self.model, self.optimizer, *held))
+        self.clock.enter("other")
 
     def _settle(self) -> None:
         """Wait for the checkpoint under way; too many failures in a row end the run."""

@@ -55,6 +55,11 @@ class Reduction:
         self._scatter_each = scatter_each
         self.begin()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sums that stay from step to step."""
+        return 0
+
     def begin(self) -> None:
         """A new step."""
         device = next(self.model.parameters()).device
@@ -111,6 +116,11 @@ class ReproducibleReduction(Reduction):
         self._sums: dict[nn.Parameter, Tensor] = {}
         self.last = False
         super().__init__(model, replicas, shards)
+
+    @property
+    def nbytes(self) -> int:
+        """As `Reduction.nbytes`; what blocks sum up as they scatter goes with each step."""
+        return sum(total.nbytes for total in self._sums.values())
 
     def begin(self) -> None:
         """A new step."""

@@ -101,6 +101,12 @@ class ShardedWeights:
                 if layer is not None and not (tied and layer is model.head):
                     self._weights.append(self._hooked(held, layer, codes))
 
+    @property
+    def codes_nbytes(self) -> int:
+        """Bytes of this rank's codes."""
+        made = [rows.codes for rows in self._weights if rows.codes is not None]
+        return sum(codes.packed.nbytes + codes.grid.nbytes for codes in made)
+
     def changed(self) -> None:
         """Call it after every update and every load: what was made of the weights is void."""
         for rows in self._weights:

@@ -59,6 +59,7 @@ def train_step(
     signals: Sequence[float] = (),
     reduction: Reduction | None = None,
     before_sums: Callable[[], None] = lambda: None,
+    enter: Callable[[str], None] = lambda kind: None,
 ) -> StepResult:
     """Run one step over this rank's `micro_batches`.
 
@@ -67,10 +68,12 @@ def train_step(
         signals: numbers of this rank's that ride along with the sums over ranks.
         reduction: how losses and gradients are added up; None in the order they come.
         before_sums: called when this rank has its gradients, before it waits for the others.
+        enter: called with what comes next, a kind of `clock.KINDS`.
     """
     reduction = reduction or Reduction(model)
-    num_valid = forward_backward(model, precision, micro_batches, step, reduction)
+    num_valid = forward_backward(model, precision, micro_batches, step, reduction, enter)
     before_sums()
+    enter("sums")
     gradients, loss = reduction.finish(), reduction.loss
     counts = [precision.nonfinite().to(loss), reduction.outside.to(loss)]
     totals = torch.stack([loss, *counts, *map(loss.new_tensor, signals)])
@@ -80,12 +83,14 @@ def train_step(
     grad_norm = float(norm)
     bad = _bad(loss_sum, grad_norm, int(nonfinite), int(outside))
     skipped = bad or judge(loss_sum, grad_norm)
+    enter("optimizer")
     if not skipped:
         clip(gradients, clip_norm, norm)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    enter("other")
     return StepResult(loss_sum, grad_norm, num_valid, int(nonfinite), skipped, tuple(summed))
 
 
@@ -100,6 +105,7 @@ def forward_backward(
     micro_batches: MicroBatches,
     step: int,
     reduction: Reduction,
+    enter: Callable[[str], None] = lambda kind: None,
 ) -> int:
     """Leave this rank's losses and gradients in `reduction`. Returns the valid tokens of all."""
     num_valid = _count_valid(micro_batches).to(next(model.parameters()).device)
@@ -107,8 +113,10 @@ def forward_backward(
     reduction.begin()
     for position, (index, batch) in enumerate(micro_batches, start=1):
         precision.begin(step, index or 0, counts=index is not None)
+        enter("forward")
         loss_sum, _ = model.loss(batch.tokens_BT, batch.labels_BT, batch.seq_idx_BT)
         share = loss_sum / num_valid.clamp(min=1)
+        enter("backward")
         reduction.backward(share, last=position == len(micro_batches))
     return int(num_valid)
 

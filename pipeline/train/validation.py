@@ -32,5 +32,6 @@ def validate(
                 domain = domain_loss(trainable.model, rows, token_bytes, train.micro_batch)
                 values[f"{name}/loss_{label}"] = domain.loss
                 nats, tokens = nats + domain.nats_sum, tokens + domain.tokens
+        trainable.reshard()
         values[f"loss_{label}"] = nats / max(tokens, 1)
     return values

@@ -13,10 +13,11 @@ import pytest
 import torch.distributed as dist
 
 from pipeline.config import ClusterConfig, Config
+from pipeline.data.stream import Batch
 from pipeline.runs import RunFolder
 from pipeline.train.loop import Trainer
 from pipeline.train.metrics import read_records
-from pipeline.train.step import MicroBatches
+from pipeline.train.step import StepResult
 from tests.train.ranks import TIMEOUT, kill, run_on_ranks, start_on_ranks
 from tests.train.tiny import (
     LENGTH,
@@ -59,8 +60,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(config_of(folder), RunFolder(folder / "on-1"), folder / "corpus")
     run_on_ranks(on_whole_copies, 2, folder)
     run_on_ranks(on_one_copy, 4, folder)
-    for ranks, shard, until in ELASTIC:
-        (folder / "shard").write_text(str(shard))
+    for part, (ranks, _, until) in enumerate(ELASTIC):
+        (folder / "part").write_text(str(part))
         processes = start_on_ranks(elastic_part, ranks, folder)
         deadline = time.monotonic() + TIMEOUT
         while any(process.is_alive() for process in processes):
@@ -84,19 +85,19 @@ def on_one_copy(folder: Path) -> None:
 
 def elastic_part(folder: Path) -> None:
     """Go on with the run that is killed, and note which units each step saw."""
-    rank, size, timed = dist.get_rank(), dist.get_world_size(), Trainer._timed_step
-    seen = folder / f"seen-{size}-{rank}-{time.time_ns()}.jsonl"
+    part, timed = int((folder / "part").read_text()), Trainer._timed_step
+    seen = folder / f"seen-{part}-{dist.get_rank()}.jsonl"
 
-    def noted(trainer: Trainer, batches: MicroBatches) -> object:
-        result = timed(trainer, batches)  # type: ignore[arg-type]
-        units = [batch.first_unit for batch in batches]  # type: ignore[attr-defined]
+    def noted(trainer: Trainer, batches: list[Batch]) -> tuple[StepResult, float]:
+        result = timed(trainer, batches)
+        units = [batch.first_unit for batch in batches]
         with seen.open("a") as file:
-            file.write(json.dumps([trainer.step, size, units]) + "\n")
+            file.write(json.dumps([trainer.step, units]) + "\n")
         return result
 
-    shard = int((folder / "shard").read_text())
+    config = config_of(folder, ELASTIC[part][1])
     with mock.patch.object(Trainer, "_timed_step", noted):
-        train(config_of(folder, shard), RunFolder(folder / "elastic"), folder / "corpus")
+        train(config, RunFolder(folder / "elastic"), folder / "corpus")
 
 
 def last_step(folder: Path) -> int:
@@ -123,14 +124,11 @@ def test_killed_and_resized_each_planned_unit_is_consumed_once(runs: Path) -> No
     assert [item["metrics"]["start/ranks"] for item in starts] == [size for size, *_ in ELASTIC]
     bounds = [item["step"] for item in starts] + [STEPS]
     assert bounds == sorted(bounds)
-    parts = sorted({int(path.stem.rsplit("-", 1)[1]) for path in runs.glob("seen-*")})
-    assert len(parts) == sum(size for size, *_ in ELASTIC)
     consumed: Counter[int] = Counter()
-    for (size, *_), first, end in zip(ELASTIC, bounds, bounds[1:], strict=True):
-        files = sorted(runs.glob(f"seen-{size}-*"), key=lambda path: path.stem.rsplit("-", 1)[1])
-        own = files[:size] if first == 0 or size != 4 else files[-size:]
-        for file in own:
-            for step, _, units in map(json.loads, file.read_text().splitlines()):
-                if first <= step < end:
-                    consumed.update(units)
+    for part, (size, *_) in enumerate(ELASTIC):
+        files = sorted(runs.glob(f"seen-{part}-*"))
+        assert len(files) == size
+        for step, units in (json.loads(x) for file in files for x in file.read_text().splitlines()):
+            if bounds[part] <= step < bounds[part + 1]:
+                consumed.update(units)
     assert consumed == Counter(range(STEPS * BATCH))
