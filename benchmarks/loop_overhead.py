@@ -10,7 +10,7 @@ step, FP32 activations, one thread. Both run in processes of their own:
 
 They alternate in `--rounds`; the first steps of each are left out; the median step counts.
 
-    ratios   pipeline_vs_bare_loop = bare's seconds / pipeline's seconds a step (goal: at least 0.97)
+    ratios   pipeline_vs_bare_loop = bare's seconds / pipeline's, a step (goal: at least 0.97)
 
     python benchmarks/loop_overhead.py [--json] [--rounds 3] [--steps 24]
 """
