@@ -38,7 +38,11 @@ def load_model(
     model = build_model(config, device)
     checkpoint.load_model_tensors(model, found.tensors("model"))
     precision = apply_recipe(
-        model, build_recipe(config), num_blocks=len(config.model.pattern), seed=config.seed
+        model,
+        build_recipe(config),
+        num_blocks=len(config.model.pattern),
+        seed=config.seed,
+        weight_dtype=getattr(torch, found.state.get("weight_dtype", "float32")),
     )
     return model.eval(), precision
 

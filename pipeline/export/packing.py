@@ -105,7 +105,8 @@ def _why_not(layer: QuantLinear) -> str | None:
 
 def _pack(layer: QuantLinear, input_amax: Tensor) -> PackedLinear:
     """The weight as training's Fprop quantizes it."""
-    weight, format = layer.weight.detach(), layer.recipes["recipe"].weight.spec
+    weight = layer.weight.detach().to(layer.weight_dtype)
+    format = layer.recipes["recipe"].weight.spec
     assert format is not None
     amax = amax_of(weight) if layer.weight_amax is None else layer.weight_amax
     q = quantize(weight, format, amax=amax)

@@ -51,8 +51,15 @@ class Trainable:
 
     @property
     def codes_nbytes(self) -> int:
-        """Bytes of this rank's rows as codes."""
-        return 0 if self.weights is None else self.weights.codes_nbytes
+        """Bytes of quantized weights on this rank: whole ones, or its rows."""
+        own = 0 if self.weights is None else self.weights.codes_nbytes
+        return own + self.precision.cache_nbytes
+
+    @property
+    def gathered_as_values(self) -> str:
+        """Linears whose rows are cut amid blocks, with the reason; empty where there is none."""
+        reasons = {} if self.weights is None else self.weights.as_values
+        return "; ".join(f"{name} ({reason})" for name, reason in reasons.items())
 
     def changed(self, *_: object) -> None:
         """Call it after every update (as a hook of the optimizer) and every load."""

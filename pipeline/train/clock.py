@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from model import ModelConfig
 from model.counts import flops_per_token
 from pipeline.config import Config
+from pipeline.train.build import Trainable
 from pipeline.train.parallel import local
 
 KINDS = ("data", "forward", "backward", "sums", "optimizer", "validation", "checkpoint", "other")
@@ -95,12 +96,11 @@ def speed(
 
 
 def memory(
-    model: nn.Module, optimizer: torch.optim.Optimizer, copies: int, sums: int, device: torch.device
+    trainable: Trainable, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> dict[str, float]:
     """Bytes on this rank: the peak since the last call, and what of it stays from step to step.
 
-    The peak is of the GPU's allocator; on a CPU of the process, since its start. copies: bytes of
-    quantized weights; sums: of the sums of gradients that are kept.
+    The peak is of the GPU's allocator; on a CPU of the process, since its start.
     """
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
@@ -111,10 +111,10 @@ def memory(
     moments = [value for state in optimizer.state.values() for value in state.values()]
     return {
         "memory/peak": peak,
-        "memory/weights": _bytes(list(model.parameters())),
+        "memory/weights": _bytes(list(trainable.model.parameters())),
         "memory/optimizer": _bytes([value for value in moments if isinstance(value, Tensor)]),
-        "memory/quantized_weights": copies,
-        "memory/gradient_sums": sums,
+        "memory/quantized_weights": trainable.codes_nbytes,
+        "memory/gradient_sums": trainable.reduction.nbytes,
     }
 
 

@@ -9,7 +9,7 @@ import torch
 
 from pipeline.config import DataConfig
 from pipeline.data.chunks import Request
-from pipeline.data.stream import Batch, MixtureStream
+from pipeline.data.stream import Batch, MixtureStream, empty_batch
 from pipeline.train.parallel import Rank, all_reduce, gathered
 from pipeline.train.schedule import Schedule
 
@@ -76,6 +76,12 @@ class Feed:
                         f"where {count} from {first} on were due"
                     )
             yield found
+
+    def fillers(self, step: int, owned: int) -> list[Batch]:
+        """Empty batches that give this rank, which owns so many, as many as any other."""
+        rounds = -(-self.schedule.global_batch // (self.micro_batch * self.rank.size))
+        length = self.schedule.phase(step).sequence_length
+        return [empty_batch(self.micro_batch, length)] * (rounds - owned)
 
     def damaged(self, batches: list[Batch]) -> frozenset[str]:
         """The damaged shards that the step's batches met on any rank. Every rank asks together."""

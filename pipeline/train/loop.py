@@ -20,7 +20,7 @@ import torch
 
 from pipeline.config import AROUND_A_RUN, Config, ConfigError, PermanentError, differences
 from pipeline.data.shards import DataError, open_corpus
-from pipeline.data.stream import Batch, MixtureStream, empty_batch
+from pipeline.data.stream import Batch, MixtureStream
 from pipeline.lineage import lineage_of, schedule_of
 from pipeline.runs import RunFolder
 from pipeline.train import checkpoint
@@ -138,10 +138,8 @@ class Trainer:
             if self.device.type == "cuda":  # which kernels run is this card's to say
                 tokens = self.train.micro_batch * self.train.sequence_length
                 self._note(f"precision: {summary(self.precision.table(num_tokens=tokens))}")
-            if self.trainable.weights is not None and self.trainable.weights.as_values:
-                reasons = self.trainable.weights.as_values.items()
-                listed = "; ".join(f"{name} ({reason})" for name, reason in reasons)
-                self._note(f"gathered as values, not as codes: {listed}")
+            if self.trainable.gathered_as_values:
+                self._note(f"gathered as values, not codes: {self.trainable.gathered_as_values}")
             stopped = self._run_steps()
             self._settle()
             if self.failed_saves:
@@ -196,10 +194,8 @@ class Trainer:
             ((batch.first_unit - first) // size, self._on_device(batch)) for batch in batches
         ]
         if self.trainable.weights is not None:  # each gather is all ranks' work
-            rounds = -(-self.train.global_batch // (size * self.rank.size))
-            empty = empty_batch(size, self.schedule.phase(step).sequence_length)
-            missing = rounds - len(batches)
-            micro_batches += [(None, self._moved(empty))] * missing
+            fillers = self.feed.fillers(step, len(batches))
+            micro_batches += [(None, self._moved(batch)) for batch in fillers]
         self.trainable.prepare()
 
         def before_sums() -> None:
@@ -381,6 +377,7 @@ class Trainer:
             "validation": self.validation,
             "window": self.window.values,
             "exclusions": self.exclusions.to_dict(),
+            "weight_dtype": str(self.model.compute_dtype).removeprefix("torch."),
             "lineage": self.lineage.to_dict() if self.lineage else None,
             "warm_start": self.warm_start.to_dict() if self.warm_start else None,
             "mlflow_run_id": json.loads(tracking.read_text())["run_id"]
@@ -420,9 +417,7 @@ class Trainer:
             "optimizer": optimizer_tensors(self.model, self.optimizer),
         }
         self.saver.save(self.step, groups, self._state())
-        copies = self.precision.cache_nbytes + self.trainable.codes_nbytes
-        held = (copies, self.trainable.reduction.nbytes, self.device)
-        self._append("memory", memory(self.model, self.optimizer, *held))
+        self._append("memory", memory(self.trainable, self.optimizer, self.device))
         self.clock.enter("other")
 
     def _settle(self) -> None:

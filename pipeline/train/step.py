@@ -112,7 +112,10 @@ def forward_backward(
     all_reduce(num_valid)
     reduction.begin()
     for position, (index, batch) in enumerate(micro_batches, start=1):
-        precision.begin(step, index or 0, counts=index is not None)
+        if index is None:
+            precision.begin(step, 0, counts=False)
+        else:
+            precision.begin(step, index)
         enter("forward")
         loss_sum, _ = model.loss(batch.tokens_BT, batch.labels_BT, batch.seq_idx_BT)
         share = loss_sum / num_valid.clamp(min=1)
