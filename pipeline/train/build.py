@@ -26,14 +26,13 @@ def build_model(config: Config, device: torch.device) -> HybridModel:
     """
     shape = ModelConfig.from_dict(dataclasses.asdict(config.model))
     checkpointing: Any = config.train.activation_checkpointing
-    return HybridModel(shape, compute_dtype(device), checkpointing, config.seed).to(device)
+    model = HybridModel(shape, compute_dtype(device), checkpointing, config.seed)
+    return model if model.embedding.weight.is_meta else model.to(device)
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
     """What activations are in: BF16 on CUDA, FP32 on a CPU, where BF16 is not faster everywhere."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = HybridModel(shape, dtype, checkpointing, config.seed)
-    return model if model.embedding.weight.is_meta else model.to(device)
 
 
 @dataclass(frozen=True)
@@ -107,6 +106,8 @@ def assemble(
 ) -> Trainable:
     """Shard a model (then on the meta device) and choose how its gradients are added up."""
     precision.adds_weight_gradients = True
+    if config.train.compile:
+        model.compile_blocks()
     groups, cluster, train = (sharding.replicas, sharding.shards), config.cluster, config.train
     weights = None
     if sharding.mesh is not None:

@@ -96,14 +96,6 @@ class Trainer:
             config.data,
             self.device,
         )
-        self.model = build_model(config, self.device)
-        self.recipe = build_recipe(config)
-        self.precision = apply_recipe(
-            self.model, self.recipe, num_blocks=len(config.model.pattern), seed=config.seed
-        )
-        self.precision.adds_weight_gradients = True
-        if config.train.compile:
-            self.model.compile_blocks()
         self.trainable = build_trainable(config, self.device)
         self.model, self.precision = self.trainable.model, self.trainable.precision
         self.recipe = self.precision.recipe
