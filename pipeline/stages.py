@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.config import Config, ConfigError
 from pipeline.runs import RunFolder, root_folder, write_whole
 from pipeline.tracking import Tracker, TrackingError
-from pipeline.train.metrics import final_records
+from pipeline.train.metrics import MetricsFile, final_records
 
 
 def run_stages(
@@ -56,14 +56,19 @@ DESCRIPTIONS = {
 
 
 def prepare(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
-    """Prepare the corpus, or find it prepared. Leaves its folder."""
+    """Prepare the corpus, or find it prepared. Leaves its folder, and what it counted."""
+    from pipeline.data import summary
     from pipeline.data.prepare import prepare as prepare_corpus
+    from pipeline.data.shards import read_manifest
 
-    return {
-        "dataset": str(
-            prepare_corpus(config.data, root_folder(config), address=config.cluster.address)
-        )
-    }
+    folder = prepare_corpus(config.data, root_folder(config), address=config.cluster.address)
+    manifest = read_manifest(folder)
+    update_results(run, {"data": summary.counts_of(manifest)})
+    metrics = MetricsFile(run.metrics)
+    metrics.append("prepare", 0, 0, summary.metrics(manifest))
+    metrics.close()
+    tracker_safely(tracker.ship)
+    return {"dataset": str(folder)}
 
 
 def train(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:

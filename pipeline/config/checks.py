@@ -50,6 +50,11 @@ def validate(config: Config) -> None:
             f"train.validation_tokens={train.validation_tokens}: one row of each source takes "
             f"{shortest}"
         )
+    if config.data.packing == "best_fit" and config.data.row_length != train.sequence_length:
+        raise ConfigError(
+            f"data.row_length={config.data.row_length}: best_fit fills rows of "
+            f"train.sequence_length={train.sequence_length} tokens; leave the key out"
+        )
     for name, source in config.data.sources.items():
         if "" in source.uris:
             raise ConfigError(f"data.sources.{name}.uris: an empty name; give a file or a folder")
@@ -183,6 +188,9 @@ def _check_ranges(config: Config) -> None:
     for name, source in data.sources.items():
         if source.max_bytes is not None:
             ranges[f"data.sources.{name}.max_bytes"] = (source.max_bytes, 1, huge)
+        if source.max_chars is not None:
+            least = source.min_chars or 1
+            ranges[f"data.sources.{name}.max_chars"] = (source.max_chars, least, huge)
     for name, (number, low, high) in ranges.items():
         if not low <= number <= high:
             bound = f"at least {low:g}" if high == huge else f"between {low:g} and {high:g}"

@@ -55,19 +55,27 @@ class SourceConfig:
 
     builtin: str | None = None
     uris: tuple[str, ...] = ()  # files, folders or globs; any file system that pyarrow reads
-    format: str = "text"  # text | jsonl | parquet
+    format: str = "text"  # text | jsonl | parquet | huggingface
     text_column: str = "text"
     max_bytes: int | None = None  # cap on the training text, in whole documents
+    min_chars: int | None = None  # shorter documents are left out, and longer than the next
+    max_chars: int | None = None
+    filters: tuple[str, ...] = ()  # on other columns, such as "score >= 3": all must hold
     repeat: bool = True  # whether the plan may go through it more than once
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """A byte-level BPE trained on the training text (`path` None), or a tokenizer.json to load."""
+    """A byte-level BPE trained on the training text (`path` None), or one to load.
+
+    `path` is a tokenizer.json, a folder with one, a name on the Hugging Face hub, a tekken.json,
+    or `tekken` for the one of mistral-common.
+    """
 
     vocab_size: int = 4096  # with the end-of-document token
     path: str | None = None
-    eos_token: str = "<|endoftext|>"
+    eos_token: str = "<|endoftext|>"  # behind every document
+    bos_token: str | None = None  # before every document
     training_bytes: int = 8_000_000  # text sampled evenly from the sources to train it on
 
 
@@ -81,6 +89,9 @@ class DataConfig:
     holdout_fraction: float = 0.01  # share of documents, by content hash
     holdout_max_bytes: int = 150_000  # per source, so that evaluation stays quick
     shard_tokens: int = 16_777_216  # tokens a shard, about
+    decontaminate: tuple[str, ...] = ()  # evaluation files (JSON) that no document may overlap
+    packing: str = "concatenate"  # or best_fit: no document that fits into a row is cut
+    row_length: int = 0  # tokens of best_fit's rows: train.sequence_length
     mixture_block: int = 1024  # units over which a blend's fractions hold
     executor: str = "mmap"  # who reads shards in training: mmap, or ray (Ray Data, many nodes)
     shards_uri: str | None = None  # a copy of the shards in an object store, read by range

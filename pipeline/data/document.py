@@ -11,7 +11,9 @@ EMPTY = "empty"
 INVALID_UTF8 = "invalid_utf8"
 TOO_LONG = "too_long"
 MALFORMED = "malformed"  # a line that is no JSON object with a string under the text column
-NO_DOCUMENT = (EMPTY, INVALID_UTF8, TOO_LONG, MALFORMED)
+FILTERED = "filtered"  # by the source's own filters
+CONTAMINATED = "contaminated"  # it overlaps with an evaluation
+NO_DOCUMENT = (EMPTY, INVALID_UTF8, TOO_LONG, MALFORMED, FILTERED, CONTAMINATED)
 
 
 class Item(NamedTuple):

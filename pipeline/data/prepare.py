@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import shutil
-import socket
-import uuid
+import fcntl
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -14,9 +12,12 @@ from pathlib import Path
 
 from pipeline.config import ConfigError, DataConfig, digest, nearest
 from pipeline.data import shards
-from pipeline.data.shards import DataError, Dataset, open_corpus
-from pipeline.data.sources import check_sources, identity
-from pipeline.data.tokenizer import check_tokenizer
+from pipeline.data.files import full_disk, is_full
+from pipeline.data.packing import PACKINGS
+from pipeline.data.shards import DataError, Dataset, open_corpus, read_manifest
+from pipeline.data.sources import check_sources, evaluation_files, identity
+from pipeline.data.summary import table
+from pipeline.data.tokenizer import check_tokenizer, tokenizer_json
 
 EXECUTORS = ("mmap", "ray")
 ON_CORRUPT = ("stop", "skip")
@@ -31,17 +32,19 @@ IN_TRAINING = (  # keys of data that do not matter before
     "skip",
     "block",
 )
-VERSION = 1  # raise it when the same sources would give another corpus
+VERSION = 2  # raise it when the same sources would give another corpus
 Progress = Callable[[str], None]
 
 
 def check(data: DataConfig) -> None:
     """What can be wrong with the data's configuration, before any work. Raises `ConfigError`."""
     check_sources(data)
+    evaluation_files(data)
     check_tokenizer(data.tokenizer)
     for key, value, known in (
         ("executor", data.executor, EXECUTORS),
         ("on_corrupt", data.on_corrupt, ON_CORRUPT),
+        ("packing", data.packing, PACKINGS),
     ):
         if value not in known:
             raise ConfigError(f"data.{key}: no {value!r}; {nearest(value, known)}")
@@ -52,10 +55,13 @@ def prepared_folder(data: DataConfig, root: Path) -> Path:
     decisive = dataclasses.asdict(data)
     for name in IN_TRAINING:
         del decisive[name]
+    if data.packing != "best_fit":
+        del decisive["row_length"]
     for source in decisive["sources"].values():
         del source["repeat"]
     path = data.tokenizer.path
-    tokenizer = shards.file_sha256(Path(path)) if path else version("tokenizers")
+    content = tokenizer_json(path).encode() if path else version("tokenizers").encode()
+    tokenizer = hashlib.sha256(content).hexdigest()
     key = digest([VERSION, shards.FORMAT_VERSION, decisive, identity(data), tokenizer])
     return root / "data" / f"{data.name}-{key[:12]}"
 
@@ -66,9 +72,10 @@ def prepare(
     """The folder of the prepared corpus, made unless it exists already.
 
     `address` is a Ray cluster's; without one, Ray as it runs already or for the time needed. The
-    folder appears whole or not at all: it is written beside its place and renamed. Two at once
-    both do the work, and the first to end wins. Raises `ConfigError` for a mistake in the
-    configuration, a full disk or a root that cannot be written, `DataError` for a damaged corpus.
+    folder appears whole or not at all: it is made beside its place and renamed. What an interrupted
+    call has done stays there, and the same call goes on with it. Of two at once the second waits.
+    Raises `ConfigError` for a mistake in the configuration, a full disk or a root that cannot be
+    written, `DataError` for a damaged corpus.
     """
     check(data)
     folder = prepared_folder(data, Path(root).expanduser().resolve())
@@ -78,49 +85,53 @@ def prepare(
         return folder
     from pipeline.data.build import build  # imports Ray, which a prepared corpus does not need
 
-    with _workspace(folder) as workspace:
-        build(data, workspace, progress, address)
-        try:
-            workspace.rename(folder)
-        except OSError:
-            Dataset.open(folder)  # else the reason is another one, and said here
+    with _workspace(folder, progress) as work:
+        if folder.exists():
             progress("data: another process prepared the same corpus meanwhile")
+            Dataset.open(folder)
+        else:
+            build(data, work, progress, address)
+            work.rename(folder)
+    for line in table(read_manifest(folder)):
+        progress(line)
     progress(f"data: prepared {folder}")
     return folder
 
 
 @contextmanager
-def _workspace(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder`, deleted afterwards unless renamed.
+def _workspace(folder: Path, progress: Progress) -> Iterator[Path]:
+    """The folder to work in, beside the corpus's place, for this process alone.
 
-    What a killed process of this machine left behind is deleted first.
+    Errors of writing there become a `ConfigError` that says what to do.
     """
-    prefix = f".{folder.name}.{socket.gethostname()}-"
-    workspace = folder.parent / f"{prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    work = folder.parent / f".{folder.name}"
+    lock = folder.parent / f".{folder.name}.lock"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for path in folder.parent.glob(f"{prefix}*"):
-            if not _is_running(int(path.name.removeprefix(prefix).split("-")[0])):
-                shutil.rmtree(path, ignore_errors=True)
-        workspace.mkdir()
+        held = lock.open("w")
     except OSError as error:
-        raise ConfigError(
-            f"root: cannot write in {folder.parent} ({error.strerror}); choose another root=..."
-        ) from None
-    try:
-        yield workspace
-    finally:
-        shutil.rmtree(workspace, ignore_errors=True)
+        raise _cannot_write(folder.parent, error) from None
+    with held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("data: another process is preparing this corpus; waiting for it")
+            fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            if work.exists():
+                progress("data: going on with a preparation that was interrupted")
+            elif not folder.exists():
+                work.mkdir()
+            yield work
+        except OSError as error:
+            raise (full_disk(work) if is_full(error) else error) from None
+        lock.unlink(missing_ok=True)
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+def _cannot_write(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"root: cannot write in {folder} ({error.strerror}); choose another root=..."
+    )
 
 
 __all__ = ["DataError", "check", "prepare", "prepared_folder"]

@@ -1,46 +1,58 @@
-"""The two passes over the text that Ray Data runs: reading, and tokenizing.
+"""The passes over the corpus that Ray Data runs: reading, fetching texts, tokenizing, writing.
 
-Each pass returns rows in whatever order they come; nothing after it looks at that order.
+A pass is a list of tasks that know nothing of each other. Each leaves its result in a file that
+appears when it is whole; a task whose file exists is done. So nothing depends on blocks, workers or
+the order in which tasks end, and an interrupted pass goes on where it stood. The text goes from
+disk to disk: no process holds more than a few batches of it.
+
+    <index>/<key>.arrow    of each item of a task: id, status, bytes, SHA-256; kept for good
+    text/<key>.arrow       the documents' texts
+    parts/<key>-<hash>.tokens    the tokens of the documents wanted (.npy), .located where each is
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import ray
 import ray.data
 from numpy.typing import NDArray
 
 from pipeline.config import ConfigError
-from pipeline.data.document import Item
+from pipeline.data.document import DOCUMENT
+from pipeline.data.files import is_full, whole_file
 from pipeline.data.shards import token_dtype
 from pipeline.data.sources import ReadTask, read_task
-from pipeline.data.tokenizer import encode_documents, load_tokenizer
+from pipeline.data.tokenizer import TOKENIZER_FILE, encode_documents, load_tokenizer
 
-_ITEMS = pa.schema(
+_INDEX = pa.schema(
     [
-        ("id", pa.int64()),
+        ("id", pa.int64()),  # counted from the task's first
         ("status", pa.string()),
         ("reserved", pa.bool_()),
         ("bytes", pa.int64()),
         ("sha256", pa.binary(32)),
-        ("text", pa.large_string()),
     ]
 )
-_FAILED = "failed: "  # before the message in a status
+_TEXT = pa.schema([("id", pa.int64()), ("text", pa.large_string())])
+_FULL = "full"  # a failure that is no sentence
 SPARE_CPUS = 2  # of those declared, see `pipeline.ray_session`
-_BLOCK_BYTES = 8 << 20  # of text handed on at once
-_BATCH_DOCUMENTS = 512  # tokenized at once
+_BATCH_BYTES = 4 << 20  # of text written, read or tokenized at once
+
+_NO_TOKENS = np.empty(0, np.uint16)
+
+Ids = NDArray[np.int64]
 
 
 @contextmanager
@@ -65,118 +77,217 @@ def quiet_ray_data(preserve_order: bool = False, memory: float | None = None) ->
         logger.setLevel(before[2])
 
 
-class Corpus:
-    """All items of the sources, held by Ray (in shared memory, spilled to disk when full).
+def run_tasks(function: Callable[[int], None], numbers: Sequence[int]) -> None:
+    """Call the function for each number, on any worker of Ray, and wait.
 
-    Raises `ConfigError` for a file that cannot be read.
+    Raises the `ConfigError` of a task, or `OSError` for a full disk, as the task gave it: Ray would
+    wrap an error and try again.
     """
 
-    def __init__(self, tasks: Sequence[ReadTask]) -> None:
-        def read(batch: dict[str, NDArray[np.int64]]) -> Iterator[pa.Table]:
-            for number in batch["item"]:
-                yield from _item_tables(tasks[number])
+    def attempt(batch: dict[str, NDArray[np.int64]]) -> dict[str, list[str]]:
+        failures = []
+        for number in batch["item"].tolist():
+            try:
+                function(number)
+                failures.append("")
+            except ConfigError as error:
+                failures.append(str(error))
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                failures.append(_FULL)
+        return {"failure": failures}
 
-        numbers = ray.data.from_items(list(range(len(tasks))), override_num_blocks=len(tasks))
-        # Ray keeps the text; only what decides comes to the driver.
-        self._items = numbers.map_batches(read, concurrency=_at_a_time(numbers)).materialize()
-        self.index = self._collect(lambda table: table.select(_ITEMS.names[:-1]))
-        for failure in self.index.filter(pc.starts_with(self.index["status"], _FAILED))["status"]:
-            raise ConfigError(failure.as_py().removeprefix(_FAILED))
+    if not numbers:
+        return
+    waiting = ray.data.from_items(list(numbers), override_num_blocks=len(numbers))
+    for row in waiting.map_batches(attempt, concurrency=_at_a_time(len(numbers))).iter_rows():
+        if row["failure"] == _FULL:
+            raise OSError(28, os.strerror(28))
+        if row["failure"]:
+            raise ConfigError(row["failure"])
 
-    def texts(self, ids: NDArray[np.int64]) -> dict[int, str]:
+
+def _at_a_time(num_tasks: int) -> int:
+    """How many tasks to run at once: a local Ray declares more CPUs than there are cores."""
+    return min(num_tasks, max(1, int(ray.cluster_resources()["CPU"]) - SPARE_CPUS))
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """All items of the sources, in files. `work` belongs to one preparation."""
+
+    tasks: Sequence[ReadTask]
+    evaluations: tuple[tuple[str, bytes], ...]
+    index: Path
+    work: Path
+
+    def read(self, numbers: Sequence[int] | None = None) -> int:
+        """Read the tasks that no index is known of, or those given; returns how many it took."""
+        tasks, evaluations, index, text = self.tasks, self.evaluations, self.index, self._text
+
+        def read(number: int) -> None:
+            task = tasks[number]
+            _read(task, evaluations, index / f"{task.key}.arrow", text / f"{task.key}.arrow")
+
+        if numbers is None:
+            known = (index / f"{task.key}.arrow" for task in tasks)
+            numbers = [number for number, path in enumerate(known) if not path.is_file()]
+        run_tasks(read, numbers)
+        return len(numbers)
+
+    def items(self) -> pa.Table:
+        """The index of all items, by `_INDEX`, with ids unique over all sources."""
+        tables = []
+        for task in self.tasks:
+            with pa.OSFile(str(self.index / f"{task.key}.arrow")) as file:
+                table = pa.ipc.open_file(file).read_all()
+            ids = pa.array(table["id"].to_numpy() + task.first_id)
+            tables.append(table.set_column(0, "id", ids))
+        return pa.concat_tables(tables)
+
+    def texts(self, ids: Ids) -> dict[int, str]:
         """The texts of some documents, by id."""
-        wanted = np.sort(ids)
-        table = self._collect(lambda table: _rows_among(table, wanted))
-        return dict(zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True))
+        tasks, text, parts = self.tasks, self._text, self._parts
+        wanted = self._wanted(ids)
+
+        def fetch(number: int) -> None:
+            stem = wanted[number]
+            chosen = _chosen(text / f"{tasks[number].key}.arrow", parts / f"{stem}.npy")
+            _write_table(parts / f"{stem}.arrow", _TEXT, chosen)
+
+        waiting = [n for n, stem in wanted.items() if not (parts / f"{stem}.arrow").is_file()]
+        self._ensure_text(waiting)
+        run_tasks(fetch, waiting)
+        found: dict[int, str] = {}
+        for number, stem in wanted.items():
+            with pa.OSFile(str(parts / f"{stem}.arrow")) as file:
+                table = pa.ipc.open_file(file).read_all()
+            ids_D = table["id"].to_numpy() + tasks[number].first_id
+            found |= dict(zip(ids_D.tolist(), table["text"].to_pylist(), strict=True))
+        return found
 
     def tokenize(
-        self, ids: NDArray[np.int64], tokenizer: Path, eos_id: int, vocab_size: int, folder: Path
-    ) -> pa.Table:
-        """Write the ids' tokens, EOS included, to part files in `folder`.
+        self, ids: Ids, vocab_size: int, eos_id: int, bos_id: int | None
+    ) -> tuple[list[str], pa.Table]:
+        """Write the tokens of documents to part files, by the tokenizer in the work folder.
 
-        Returns where they are: id, part (file name), start and count (tokens in the part).
+        Returns the parts' names, and where each document is: id, part, start and count.
         """
-        wanted = np.sort(ids)
+        tasks, text, parts, work = self.tasks, self._text, self._parts, self.work
+        wanted = self._wanted(ids)
+        dtype = token_dtype(vocab_size)
 
-        def encode(table: pa.Table) -> pa.Table:
+        def tokenize(number: int) -> None:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # Ray runs several of these at once
-            table = _rows_among(table, wanted)
-            loaded = load_tokenizer(tokenizer)
-            documents = (
-                document
-                for batch in table.to_batches(_BATCH_DOCUMENTS)
-                for document in encode_documents(loaded, batch["text"].to_pylist(), eos_id)
-            )
-            return _write_part(table["id"], documents, token_dtype(vocab_size), folder)
+            tokenizer, stem = _loaded(work / TOKENIZER_FILE), wanted[number]
+            located: list[Ids] = []
+            with whole_file(parts / f"{stem}.tokens") as out:
+                chosen = _chosen(text / f"{tasks[number].key}.arrow", parts / f"{stem}.npy")
+                for batch in chosen:
+                    documents = encode_documents(
+                        tokenizer, batch["text"].to_pylist(), eos_id, bos_id, dtype
+                    )
+                    out.write(np.concatenate([_NO_TOKENS.astype(dtype), *documents]).data)
+                    counts = [len(document) for document in documents]
+                    located.append(np.stack([batch["id"].to_numpy(), counts]))
+            with whole_file(parts / f"{stem}.located") as out:
+                np.save(out, np.concatenate(located, axis=1))
 
-        return self._collect(encode)
+        waiting = [n for n, stem in wanted.items() if not (parts / f"{stem}.located").is_file()]
+        self._ensure_text(waiting)
+        run_tasks(tokenize, waiting)
+        tables = []
+        for part, (number, stem) in enumerate(wanted.items()):
+            id_D, count_D = np.load(parts / f"{stem}.located")
+            columns = [
+                id_D + tasks[number].first_id,
+                np.full(len(id_D), part),
+                np.cumsum(count_D) - count_D,
+                count_D,
+            ]
+            tables.append(pa.table(columns, names=["id", "part", "start", "count"]))
+        return list(wanted.values()), pa.concat_tables(tables)
 
-    def _collect(self, function: Callable[[pa.Table], pa.Table]) -> pa.Table:
-        """What the function makes of each block of items, in any order."""
-        mapped = self._items.map_batches(
-            function,
-            batch_size=None,
-            batch_format="pyarrow",
-            concurrency=_at_a_time(self._items),
-        )
-        return pa.concat_tables(ray.get(mapped.to_arrow_refs())).combine_chunks()
+    @property
+    def _text(self) -> Path:
+        return self.work / "text"
 
+    @property
+    def _parts(self) -> Path:
+        return self.work / "parts"
 
-def _at_a_time(dataset: ray.data.Dataset) -> int:
-    """How many blocks to work on at once: a local Ray declares more CPUs than there are cores."""
-    return min(dataset.num_blocks(), max(1, int(ray.cluster_resources()["CPU"]) - SPARE_CPUS))
+    def _wanted(self, ids: Ids) -> dict[int, str]:
+        """Leave each task the ids that it is to look for; the stems of these files by task."""
+        ids, wanted = np.sort(ids), {}
+        firsts = np.array([task.first_id for task in self.tasks])
+        assert (np.diff(firsts) > 0).all()
+        borders = [*np.searchsorted(ids, firsts).tolist(), len(ids)]
+        for number, (start, end) in enumerate(itertools.pairwise(borders)):
+            if start < end:
+                mine = ids[start:end] - firsts[number]
+                stem = f"{self.tasks[number].key}-{hashlib.sha256(mine.tobytes()).hexdigest()[:16]}"
+                with whole_file(self._parts / f"{stem}.npy") as file:
+                    np.save(file, mine)
+                wanted[number] = stem
+        return wanted
 
-
-def _item_tables(task: ReadTask) -> Iterator[pa.Table]:
-    """The items of a task as tables of `_ITEMS`, in bites that fit into memory."""
-    rows: list[dict[str, Any]] = []
-    size = 0
-    for id_, item in _items_or_failure(task):
-        raw = item.text.encode()
-        rows.append(
-            {
-                "id": id_,
-                "status": item.status,
-                "reserved": item.reserved,
-                "bytes": len(raw),
-                "sha256": hashlib.sha256(raw).digest(),
-                "text": item.text,
-            }
-        )
-        size += len(raw) + 100
-        if size >= _BLOCK_BYTES:
-            yield pa.Table.from_pylist(rows, schema=_ITEMS)
-            rows, size = [], 0
-    yield pa.Table.from_pylist(rows, schema=_ITEMS)
-
-
-def _items_or_failure(task: ReadTask) -> Iterator[tuple[int, Item]]:
-    """The task's items, and an unreadable file as the last: Ray would wrap and repeat an error."""
-    try:
-        yield from read_task(task)
-    except ConfigError as error:
-        yield -1, Item(_FAILED + str(error))
-
-
-def _rows_among(table: pa.Table, sorted_ids: NDArray[np.int64]) -> pa.Table:
-    ids = table["id"].to_numpy()
-    places = np.searchsorted(sorted_ids, ids)
-    found = np.zeros(len(ids), dtype=bool)
-    inside = places < len(sorted_ids)
-    found[inside] = sorted_ids[places[inside]] == ids[inside]
-    return table.filter(pa.array(found)).select(["id", "text"])
+    def _ensure_text(self, numbers: Sequence[int]) -> None:
+        """Read again what an earlier preparation knows only the index of."""
+        paths = {number: self._text / f"{self.tasks[number].key}.arrow" for number in numbers}
+        self.read([number for number, path in paths.items() if not path.is_file()])
 
 
-def _write_part(
-    ids: pa.ChunkedArray, documents: Iterable[NDArray[Any]], dtype: np.dtype[Any], folder: Path
-) -> pa.Table:
-    """One part file with these documents, and where each is in it."""
-    name = f"{uuid.uuid4().hex}.tokens"  # a task that Ray runs again writes another file
-    counts = []
-    with (folder / name).open("wb") as file:
-        for document in documents:
-            file.write(document.astype(dtype).tobytes())
-            counts.append(len(document))
-    count = np.array(counts, dtype=np.int64)
-    part = pa.array([name] * len(count), pa.string())
-    return pa.table({"id": ids, "part": part, "start": np.cumsum(count) - count, "count": count})
+def _read(
+    task: ReadTask, evaluations: tuple[tuple[str, bytes], ...], index: Path, text: Path
+) -> None:
+    """The task's texts and its index, in this order: who finds the index may count on both."""
+    rows: list[tuple[Any, ...]] = []
+
+    def documents() -> Iterator[pa.Table]:
+        ids: list[int] = []
+        texts: list[str] = []
+        size = 0
+        for id_, item in read_task(task, evaluations):
+            raw, local = item.text.encode(), id_ - task.first_id
+            digest = hashlib.sha256(raw).digest()
+            rows.append((local, item.status, item.reserved, len(raw), digest))
+            if item.status == DOCUMENT:
+                ids.append(local)
+                texts.append(item.text)
+                size += len(raw)
+            if size >= _BATCH_BYTES:
+                yield pa.table([ids, texts], schema=_TEXT)
+                ids, texts, size = [], [], 0
+        if ids:
+            yield pa.table([ids, texts], schema=_TEXT)
+
+    _write_table(text, _TEXT, documents())
+    columns = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in _INDEX]
+    _write_table(index, _INDEX, [pa.table(columns, schema=_INDEX)])
+
+
+def _write_table(
+    path: Path, schema: pa.Schema, tables: Iterator[pa.Table] | list[pa.Table]
+) -> None:
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    with whole_file(path) as file, pa.ipc.new_file(file, schema, options=options) as out:
+        for table in tables:
+            out.write_table(table)
+
+
+def _chosen(text: Path, wanted: Path) -> Iterator[pa.Table]:
+    """The documents of a task that are asked for, in batches."""
+    sorted_ids = np.load(wanted)
+    with pa.memory_map(str(text)) as file:
+        reader = pa.ipc.open_file(file)
+        for number in range(reader.num_record_batches):
+            batch = reader.get_batch(number)
+            found = np.isin(batch["id"].to_numpy(), sorted_ids, assume_unique=True)
+            yield pa.Table.from_batches([batch.filter(pa.array(found))])
+
+
+@lru_cache(1)
+def _loaded(path: Path) -> Any:
+    """The tokenizer, once for each worker."""
+    return load_tokenizer(path)

@@ -9,21 +9,27 @@ from __future__ import annotations
 import glob
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import fsspec.implementations.local
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.config import ConfigError, DataConfig, SourceConfig, nearest
+from pipeline.config import ConfigError, DataConfig, SourceConfig, digest, nearest
 from pipeline.data import builtin, mathematics
 from pipeline.data.blocks import filesystem
+from pipeline.data.decontaminate import Evaluations, load_evaluations
 from pipeline.data.document import (
+    CONTAMINATED,
+    DOCUMENT,
     EMPTY,
+    FILTERED,
     MALFORMED,
     MAX_DOCUMENT_BYTES,
     TOO_LONG,
@@ -31,17 +37,22 @@ from pipeline.data.document import (
     from_bytes,
     from_text,
 )
+from pipeline.data.filters import Filter, filters_of, has_length
 
 BUILTIN = ("python", "prose", "mathematics")
 ENDINGS = {
     "text": ("",),
     "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
     "parquet": (".parquet",),
+    "huggingface": (".arrow", ".parquet"),  # a folder of `save_to_disk`, or a name on the hub
 }
+VERSION = 1  # of the reading: raise it when the same files would give other documents
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 _TASK_BYTES = 32 << 20  # of input files, about
 _TASK_FILES = 2000
 _BUILTIN_TASKS = 8
+_TABLE_ROWS = 1024
+_NOT_DATA = (".", "_", "cache-", "indices-")  # beginnings of names; the last two of `datasets`
 SOURCE_SHIFT = 56  # an id has the source's number above this bit
 _SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
@@ -57,7 +68,10 @@ class InputFile:
 
 @dataclass(frozen=True)
 class ReadTask:
-    """Items `first_file`... of a source: files, or indices of generated documents."""
+    """Items of a source from file, or generated document, `first` on.
+
+    `key` changes with whatever the items depend on: equal key, equal items.
+    """
 
     source: int  # position among the configuration's sources
     config: SourceConfig
@@ -65,10 +79,16 @@ class ReadTask:
     first: int
     inputs: tuple[str, ...] = ()  # files
     count: int = 0  # generated documents
+    key: str = ""
+
+    @property
+    def first_id(self) -> int:
+        """The id of row 0 of the first file."""
+        return _item_id(self.source, self.first, 0)
 
 
 def check_sources(data: DataConfig) -> None:
-    """Every source exists, is not empty and has its text column. Raises `ConfigError`.
+    """Every source exists, is not empty and has its columns. Raises `ConfigError`.
 
     Lists folders and looks into one file of each source; reads no corpus.
     """
@@ -81,7 +101,9 @@ def check_sources(data: DataConfig) -> None:
                 raise ConfigError(
                     f"{key}.format: no format {source.format!r}; {nearest(source.format, ENDINGS)}"
                 )
-            _check_column(source, list_files(source, key)[0].uri, key)
+            _check_columns(source, list_files(source, key)[0].uri, key)
+        elif source.filters:
+            raise ConfigError(f"{key}.filters: a builtin source has no columns")
         elif source.builtin not in BUILTIN:
             raise ConfigError(
                 f"{key}.builtin: no source {source.builtin!r}; {nearest(source.builtin, BUILTIN)}"
@@ -90,7 +112,7 @@ def check_sources(data: DataConfig) -> None:
 
 def identity(data: DataConfig) -> list[Any]:
     """What the corpus will be made of, as JSON: changes when an input does. Reads no text."""
-    found: list[Any] = []
+    found: list[Any] = [[file.uri, file.size, file.version] for file in evaluation_files(data)]
     for name, source in data.sources.items():
         if source.builtin is None:
             files = list_files(source, f"data.sources.{name}")
@@ -113,35 +135,83 @@ def list_files(source: SourceConfig, key: str) -> list[InputFile]:
                 f"{key}.uris: no {source.format} file ({endings}) with anything in it at {uri}"
             )
         files |= {file.uri: file for file in found}
+    if source.format == "huggingface":
+        files = _training_split(files)
     return [files[uri] for uri in sorted(files)]
+
+
+def _training_split(files: dict[str, InputFile]) -> dict[str, InputFile]:
+    """Only what lies under a name that begins with `train`, where there is such a name."""
+    common = os.path.commonpath([os.path.dirname(uri) for uri in files])
+    chosen = [uri for uri in files if re.search(r"(^|/)train", uri.removeprefix(common))]
+    return {uri: files[uri] for uri in chosen or files}
+
+
+def evaluation_files(data: DataConfig) -> list[InputFile]:
+    """The files that no document may overlap with, sorted. Raises `ConfigError` for none."""
+    key = "data.decontaminate"
+    files: dict[str, InputFile] = {}
+    for uri in data.decontaminate:
+        found = _list_uri(uri, (".json", ".jsonl", ".jsonl.gz", ".jsonl.zst"), key)
+        if not found:
+            raise ConfigError(f"{key}: no file at {uri}")
+        files |= {file.uri: file for file in found}
+    return [files[uri] for uri in sorted(files)]
+
+
+def read_evaluations(data: DataConfig) -> tuple[tuple[str, bytes], ...]:
+    """The contents of `evaluation_files`."""
+    found = []
+    for listed in evaluation_files(data):
+        with _open(listed.uri) as file:
+            found.append((listed.uri, file.read()))
+    return tuple(found)
 
 
 def read_tasks(data: DataConfig) -> list[ReadTask]:
     """All the reading, in tasks of similar size."""
     tasks: list[ReadTask] = []
+    evaluations = [[file.uri, file.size, file.version] for file in evaluation_files(data)]
     for number, (name, source) in enumerate(data.sources.items()):
+        decisive = replace(source, uris=(), max_bytes=None, repeat=True)
+        common: list[Any] = [VERSION, repr(decisive), evaluations]
+        first = 0
         if source.builtin == "mathematics":
             total = mathematics.num_worksheets(source.max_bytes, data.holdout_fraction)
             step = -(-total // _BUILTIN_TASKS)
-            tasks += [
-                ReadTask(number, source, data.seed, first, count=min(step, total - first))
-                for first in range(0, total, step)
-            ]
+            for first in range(0, total, step):
+                count = min(step, total - first)
+                key = digest([*common, mathematics.VERSION, data.seed, first, count])
+                tasks.append(ReadTask(number, source, data.seed, first, (), count, key))
             continue
         if source.builtin is not None:
             names = builtin.library_files()
-            groups = [names[i::_BUILTIN_TASKS] for i in range(_BUILTIN_TASKS)]
+            common += [builtin.VERSION, sys.version]
+            files = [InputFile(file, 0, "") for file in names]
+            groups = [files[i::_BUILTIN_TASKS] for i in range(_BUILTIN_TASKS)]
         else:
             groups = list(_groups(list_files(source, f"data.sources.{name}")))
-        first = 0
         for group in groups:
-            tasks.append(ReadTask(number, source, data.seed, first, tuple(group)))
+            key = digest([*common, [[file.uri, file.size, file.version] for file in group]])
+            uris = tuple(file.uri for file in group)
+            tasks.append(ReadTask(number, source, data.seed, first, uris, 0, key))
             first += len(group)
     return tasks
 
 
-def read_task(task: ReadTask) -> Iterator[tuple[int, Item]]:
-    """The task's items with their ids, unique over all sources."""
+def read_task(
+    task: ReadTask, evaluations: tuple[tuple[str, bytes], ...] = ()
+) -> Iterator[tuple[int, Item]]:
+    """The task's items with their ids, unique over all sources.
+
+    `evaluations` are the files that no document may overlap with. Raises `ConfigError`.
+    """
+    compared = load_evaluations(evaluations) if evaluations else None
+    for id_, item in _all_items(task):
+        yield id_, _checked(item, task.config, compared)
+
+
+def _all_items(task: ReadTask) -> Iterator[tuple[int, Item]]:
     if task.config.builtin == "mathematics":
         for index in range(task.first, task.first + task.count):
             yield _item_id(task.source, index, 0), mathematics.worksheet(task.seed, index)
@@ -151,7 +221,20 @@ def read_task(task: ReadTask) -> Iterator[tuple[int, Item]]:
             for row, item in enumerate(_read_input(task.config, name)):
                 yield _item_id(task.source, file, row), item
         except (OSError, ValueError) as error:  # pyarrow's errors are among these
-            raise ConfigError(f"{name}: cannot be read as {task.config.format}: {error}") from None
+            raise ConfigError(
+                f"{name}: cannot be read as {task.config.format}, column "
+                f"{task.config.text_column!r}: {error}"
+            ) from None
+
+
+def _checked(item: Item, source: SourceConfig, evaluations: Evaluations | None) -> Item:
+    if item.status != DOCUMENT:
+        return item
+    if not has_length(item.text, source):
+        return Item(FILTERED)
+    if evaluations is not None and evaluations.overlap(item.text):
+        return Item(CONTAMINATED)
+    return item
 
 
 def _item_id(source: int, file: int, row: int) -> int:
@@ -166,19 +249,25 @@ def _read_input(source: SourceConfig, name: str) -> Iterator[Item]:
         return iter([builtin.code_document(name)])
     if source.builtin == "prose":
         return builtin.prose_documents(name)
-    readers = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}
-    return readers[source.format](name, source.text_column)
+    readers = {
+        "text": _read_text,
+        "jsonl": _read_jsonl,
+        "parquet": _read_table,
+        "huggingface": _read_table,
+    }
+    return readers[source.format](name, source)
 
 
-def _read_text(uri: str, _column: str) -> Iterator[Item]:
+def _read_text(uri: str, _source: SourceConfig) -> Iterator[Item]:
     with _open(uri) as file:
         yield from_bytes(file.read(MAX_DOCUMENT_BYTES + 1))
 
 
-def _read_jsonl(uri: str, column: str) -> Iterator[Item]:
+def _read_jsonl(uri: str, source: SourceConfig) -> Iterator[Item]:
+    filters = filters_of(source, uri)
     with _open(uri) as file:
         for line in _lines(file):
-            yield _json_item(line, column)
+            yield _json_item(line, source.text_column, filters)
 
 
 def _lines(file: io.BufferedReader) -> Iterator[bytes]:
@@ -190,26 +279,48 @@ def _lines(file: io.BufferedReader) -> Iterator[bytes]:
             line = file.readline(limit)
 
 
-def _json_item(line: bytes, column: str) -> Item:
+def _json_item(line: bytes, column: str, filters: tuple[Filter, ...]) -> Item:
     if not line.strip():
         return Item(EMPTY)
     if len(line) >= 8 * MAX_DOCUMENT_BYTES:
         return Item(TOO_LONG)
     try:
-        text = json.loads(line)[column]
+        record = json.loads(line)
+        text = record[column]
     except UnicodeDecodeError:
         return from_bytes(line)
     except (ValueError, KeyError, TypeError, RecursionError):
         return Item(MALFORMED)
+    if not all(one.keeps(record) for one in filters):
+        return Item(FILTERED)
     return from_text(text) if isinstance(text, str) else Item(EMPTY if text is None else MALFORMED)
 
 
-def _read_parquet(uri: str, column: str) -> Iterator[Item]:
-    with _open(uri) as file, pq.ParquetFile(file) as table:
-        for batch in table.iter_batches(batch_size=1024, columns=[column]):
-            for value in batch.column(0).cast(pa.large_binary()):
+def _read_table(uri: str, source: SourceConfig) -> Iterator[Item]:
+    """Rows of a Parquet file or of an Arrow stream, as `datasets` saves it."""
+    filters = filters_of(source, uri)
+    columns = list(dict.fromkeys([source.text_column, *(one.column for one in filters)]))
+    with _open(uri) as file:
+        for batch in _batches(file, uri, columns):
+            texts = batch.column(source.text_column).cast(pa.large_binary())
+            others = batch.select(columns[1:] if filters else []).to_pylist()
+            for row, value in enumerate(texts):
                 raw = value.as_py()
-                yield Item(EMPTY) if raw is None else from_bytes(raw)
+                if not all(one.keeps(others[row]) for one in filters):
+                    yield Item(FILTERED)
+                else:
+                    yield Item(EMPTY) if raw is None else from_bytes(raw)
+
+
+def _batches(file: Any, uri: str, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    if uri.endswith(".arrow"):
+        with pa.ipc.open_stream(file) as stream:
+            for batch in stream:
+                for start in range(0, len(batch), _TABLE_ROWS):
+                    yield batch.slice(start, _TABLE_ROWS).select(columns)
+    else:
+        with pq.ParquetFile(file) as table:
+            yield from table.iter_batches(batch_size=_TABLE_ROWS, columns=columns)
 
 
 def _open(uri: str) -> Any:
@@ -224,6 +335,8 @@ def _open(uri: str) -> Any:
 
 def _list_uri(uri: str, endings: tuple[str, ...], key: str) -> list[InputFile]:
     """The files at an address: itself, a folder's at any depth, or what a glob matches."""
+    if endings == ENDINGS["huggingface"] and _is_hub_name(uri):
+        uri = f"hf://datasets/{uri}@refs/convert/parquet"  # where the hub keeps its conversion
     try:
         system, path = filesystem(uri)
         if glob.has_magic(uri):
@@ -232,7 +345,7 @@ def _list_uri(uri: str, endings: tuple[str, ...], key: str) -> list[InputFile]:
             found = {
                 p: i
                 for p, i in system.find(path, detail=True).items()
-                if p.endswith(endings) and not p.rsplit("/", 1)[-1].startswith((".", "_"))
+                if p.endswith(endings) and not p.rsplit("/", 1)[-1].startswith(_NOT_DATA)
             }
         else:
             found = {path: system.info(path)} if system.exists(path) else {}
@@ -245,22 +358,27 @@ def _list_uri(uri: str, endings: tuple[str, ...], key: str) -> list[InputFile]:
     ]
 
 
+def _is_hub_name(uri: str) -> bool:
+    """`owner/name`, unless such a folder exists here."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", uri) is not None and not Path(uri).exists()
+
+
 def _is_local(system: Any) -> bool:
     return isinstance(system, fsspec.implementations.local.LocalFileSystem)
 
 
 def _version(info: dict[str, Any]) -> str:
     """What the file system says of a file's version: a hash of it, or its time."""
-    keys = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified")
+    keys = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified")
     return next((str(info[key]) for key in keys if info.get(key) is not None), "")
 
 
-def _groups(files: list[InputFile]) -> Iterator[list[str]]:
+def _groups(files: list[InputFile]) -> Iterator[list[InputFile]]:
     """Consecutive files, so many that a task has enough to do."""
-    group: list[str] = []
+    group: list[InputFile] = []
     size = 0
     for file in files:
-        group.append(file.uri)
+        group.append(file)
         size += file.size
         if size >= _TASK_BYTES or len(group) >= _TASK_FILES:
             yield group
@@ -269,19 +387,25 @@ def _groups(files: list[InputFile]) -> Iterator[list[str]]:
         yield group
 
 
-def _check_column(source: SourceConfig, uri: str, key: str) -> None:
-    """The first file has the text column."""
+def _check_columns(source: SourceConfig, uri: str, key: str) -> None:
+    """The first file has the text column and those of the filters."""
+    filters = filters_of(source, key)
     if source.format == "text":
+        if filters:
+            raise ConfigError(f"{key}.filters: text files have no columns; use jsonl or parquet")
         return
     try:
         with _open(uri) as file:
-            if source.format == "parquet":
-                names = pq.read_schema(file).names
-            else:
+            if source.format == "jsonl":
                 names = list(json.loads(next(_lines(file), b"{}")))
+            elif uri.endswith(".arrow"):
+                names = pa.ipc.open_stream(file).schema.names
+            else:
+                names = pq.read_schema(file).names
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{key}: {uri} is no {source.format} file: {error}") from None
-    if source.text_column not in names:
-        raise ConfigError(
-            f"{key}.text_column: {uri} has no {source.text_column!r}; it has {', '.join(names)}"
-        )
+    columns = [("text_column", source.text_column)]
+    columns += [("filters", one.column) for one in filters if source.format != "jsonl"]
+    for field, column in columns:
+        if column not in names:
+            raise ConfigError(f"{key}.{field}: {uri} has no {column!r}; it has {', '.join(names)}")

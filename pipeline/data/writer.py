@@ -1,92 +1,101 @@
-"""Writing a corpus: documents in their final order, from the parts that tokenizing left behind."""
+"""Writing a corpus: documents in their final order, from the parts that tokenizing left behind.
+
+A plan says of each document of a shard in which part it lies, from where on, how many tokens it
+has and how many padding tokens follow. A shard is written from its plan alone.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
+from pipeline.data.files import whole_file
+from pipeline.data.packing import Layout
 from pipeline.data.shards import describe_file, token_dtype, write_documents
 
 _OPEN_PARTS = 1024  # systems limit how many files a process maps
+_PLAN = np.dtype([("part", "<i4"), ("start", "<i8"), ("count", "<i4"), ("padding", "<i4")])
+
+Integers = NDArray[np.int64]
 
 
-class PartReader:
-    """The tokens of a document by its id; `located` says where each is (`Corpus.tokenize`)."""
+@dataclass(frozen=True)
+class Located:
+    """Where the tokens of D documents are: number of the part file, first token, number of them."""
 
-    def __init__(self, located: pa.Table, folder: Path, vocab_size: int) -> None:
-        order = np.argsort(located["id"].to_numpy())
-        part = located["part"].combine_chunks().dictionary_encode()
-        self.vocab_size = vocab_size
-        self._ids = located["id"].to_numpy()[order]
-        self._starts = located["start"].to_numpy()[order]
-        self._counts = located["count"].to_numpy()[order]
-        self._parts = part.indices.to_numpy()[order]
-        self._names = part.dictionary.to_pylist()
-        self._map = lru_cache(_OPEN_PARTS)(
-            lambda name: np.memmap(folder / name, dtype=token_dtype(vocab_size), mode="r")
-        )
-
-    def read(self, id_: int) -> NDArray[np.unsignedinteger]:
-        row = np.searchsorted(self._ids, id_)
-        assert self._ids[row] == id_
-        tokens = self._map(self._names[self._parts[row]])
-        return tokens[self._starts[row] : self._starts[row] + self._counts[row]]
+    part_D: Integers
+    start_D: Integers
+    count_D: Integers
 
 
-class CorpusWriter:
-    """Writes the files of `pipeline.data.shards` and describes them for the manifest."""
+def plan_shards(located: Located, layout: Layout, shard_tokens: int) -> list[NDArray[Any]]:
+    """Plans of shards of at most `shard_tokens`, or of one longer document."""
+    order = layout.order_D
+    plan = np.empty(len(order), _PLAN)
+    plan["part"], plan["start"] = located.part_D[order], located.start_D[order]
+    plan["count"], plan["padding"] = located.count_D[order], layout.padding_D
+    ends = np.cumsum(plan["count"].astype(np.int64) + plan["padding"])
+    plans, first, written = [], 0, 0
+    while first < len(plan):
+        fitting = int(np.searchsorted(ends, written + shard_tokens, side="right"))
+        last = max(fitting, first + 1)
+        plans.append(plan[first:last])
+        first, written = last, int(ends[last - 1])
+    return plans
 
-    def __init__(self, folder: Path, reader: PartReader, shard_tokens: int) -> None:
-        self.folder = folder
-        self.reader = reader
-        self.shard_tokens = shard_tokens
-        (folder / "holdout").mkdir()
 
-    def write_training(self, name: str, ids: Sequence[int]) -> list[dict[str, Any]]:
-        """A source's documents in shards of at most `shard_tokens`, or of one longer document."""
-        written: list[dict[str, Any]] = []
-        documents = (self.reader.read(id_) for id_ in ids)
-        following = next(documents, None)
+def write_shard(
+    plan: Path, names: Sequence[str], parts: Path, folder: Path, stem: str, ids: tuple[int, int]
+) -> None:
+    """Write a planned shard, and beside its plan `<stem>.json`, its entry of the manifest.
 
-        def one_shard() -> Iterator[NDArray[np.unsignedinteger]]:
-            nonlocal following
-            size = 0
-            while following is not None:
-                if size and size + len(following) > self.shard_tokens:
-                    return
-                yield following
-                size += len(following)
-                following = next(documents, None)
+    names: of the part files. ids: the vocabulary's size and the end-of-document token.
+    """
+    vocab_size, eos_id = ids
+    dtype = token_dtype(vocab_size)
 
-        while following is not None:
-            stem = f"{name}-{len(written):05}"
-            written.append(write_documents(self.folder, stem, one_shard(), self.reader.vocab_size))
-        return written
+    @lru_cache(_OPEN_PARTS)
+    def mapped(part: int) -> NDArray[np.unsignedinteger]:
+        return np.memmap(parts / f"{names[part]}.tokens", dtype=dtype, mode="r")
 
-    def write_holdout(
-        self,
-        name: str,
-        texts: Sequence[str],
-        tokens: Sequence[NDArray[Any]],
-        reserved: Sequence[str],
-    ) -> dict[str, Any]:
-        """The held-out token stream, and the texts of it and of the reserved documents."""
-        stem = f"holdout/{name}"
-        entry = write_documents(self.folder, stem, tokens, self.reader.vocab_size)
-        lines = [{"text": text, "reserved": False} for text in texts]
-        lines += [{"text": text, "reserved": True} for text in reserved]
-        with (self.folder / f"{stem}.jsonl").open("w", encoding="utf-8", newline="\n") as file:
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        return {
-            **entry,
-            "bytes": sum(len(text.encode()) for text in texts),
-            "reserved_documents": len(reserved),
-            "texts": describe_file(self.folder, f"{stem}.jsonl"),
-        }
+    def documents() -> Iterator[NDArray[np.unsignedinteger]]:
+        for part, start, count, padding in np.load(plan).tolist():
+            tokens = mapped(part)[start : start + count]
+            if padding:
+                tokens = np.append(tokens, np.full(padding, eos_id, dtype))
+            yield tokens
+
+    entry = write_documents(folder, stem, documents(), vocab_size)
+    with whole_file(plan.with_suffix(".json")) as file:
+        file.write(json.dumps(entry).encode())
+
+
+def write_holdout(
+    folder: Path,
+    name: str,
+    texts: Sequence[str],
+    tokens: Sequence[NDArray[Any]],
+    reserved: Sequence[str],
+    vocab_size: int,
+) -> dict[str, Any]:
+    """The held-out token stream, and the texts of it and of the reserved documents."""
+    stem = f"holdout/{name}"
+    (folder / "holdout").mkdir(exist_ok=True)
+    entry = write_documents(folder, stem, tokens, vocab_size)
+    lines = [{"text": text, "reserved": False} for text in texts]
+    lines += [{"text": text, "reserved": True} for text in reserved]
+    with (folder / f"{stem}.jsonl").open("w", encoding="utf-8", newline="\n") as file:
+        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    return {
+        **entry,
+        "bytes": sum(len(text.encode()) for text in texts),
+        "reserved_documents": len(reserved),
+        "texts": describe_file(folder, f"{stem}.jsonl"),
+    }

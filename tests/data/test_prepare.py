@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,9 +18,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from pipeline.config import ConfigError, DataConfig, SourceConfig, TokenizerConfig
-from pipeline.data import build, sources
+from pipeline.data import build, ray_jobs, sources
 from pipeline.data.prepare import prepare, prepared_folder
 from pipeline.data.shards import DataError, Dataset, verify
+from pipeline.data.tokenizer import load_tokenizer
 from tests.data.corpora import configuration, sentences, write_texts
 
 pytestmark = pytest.mark.slow
@@ -179,50 +183,170 @@ def small(tmp_path: Path) -> DataConfig:
     return configuration({"a": SourceConfig(uris=(str(write_texts(tmp_path / "a", ["x" * 9])),))})
 
 
-def test_an_interrupted_preparation_leaves_nothing_behind(
-    small: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_preparation_goes_on_and_gives_the_same(
+    corpus: DataConfig, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(_data: DataConfig, folder: Path, *_: object) -> None:
-        (folder / "manifest.json").write_text("{}")
-        raise KeyboardInterrupt
+    def interrupt_at(word: str) -> None:
+        def progress(line: str) -> None:
+            if word in line:
+                raise KeyboardInterrupt
 
-    monkeypatch.setattr(build, "build", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(small, tmp_path)
-    assert list((tmp_path / "data").iterdir()) == []
+        with pytest.raises(KeyboardInterrupt):
+            prepare(corpus, tmp_path, progress=progress)
+
+    interrupt_at("tokenizing")
+    folder = prepared_folder(corpus, tmp_path)
+    assert not folder.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "write_holdout", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(corpus, tmp_path, progress=print)
+    work = folder.parent / f".{folder.name}"
+    before = {path.name: path.stat().st_mtime_ns for path in work.glob("*.tokens")}
+    assert len(before) > 5
+    said: list[str] = []
+    finished = Dataset.open(prepare(corpus, tmp_path, progress=said.append))
+    assert "interrupted" in said[0]
+    assert finished.content_hash == dataset.content_hash
+    assert finished.manifest["made_by"]["parts_read"] == 0
+    assert {name: (finished.folder / name).stat().st_mtime_ns for name in before} == before
+    assert {path.name for path in folder.parent.iterdir()} == {folder.name, ".index"}
+    assert not {"parts", "text"} & {path.name for path in finished.folder.iterdir()}
 
 
-def test_what_a_killed_preparation_left_is_taken_for_nothing_and_removed(
-    small: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_that_a_dead_process_half_wrote_is_taken_for_nothing(
+    small: DataConfig, tmp_path: Path, ray_session: None
 ) -> None:
     folder = prepared_folder(small, tmp_path)
-    host = os.uname().nodename
-    dead = folder.parent / f".{folder.name}.{host}-{2**22 + 1}-0a0a"  # above the largest pid
-    alive = folder.parent / f".{folder.name}.{host}-{os.getpid()}-0b0b"
-    for path in (dead, alive):
-        path.mkdir(parents=True)
-    seen: list[set[Path]] = []
-    monkeypatch.setattr(build, "build", lambda *_: seen.append(set(folder.parent.iterdir())))
-    prepare(small, tmp_path)
-    assert dead not in seen[0]
-    assert alive in seen[0]
+    parts = folder.parent / f".{folder.name}" / "parts"
+    parts.mkdir(parents=True)
+    (parts / ".half.tokens.0a0b").write_bytes(b"\0" * 10)
+    whole = prepare(small, tmp_path, progress=print)
+    verify(Dataset.open(whole), deep=True)
 
 
-def test_two_at_once_do_not_disturb_each_other(
+def test_two_at_once_do_the_work_once(
     small: DataConfig, tmp_path: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = prepared_folder(small, tmp_path)
+    begun, calls = threading.Event(), []
 
-    def slower(_data: DataConfig, mine: Path, *_: object) -> None:
-        shutil.copytree(dataset.folder, folder)  # the other one ends first
-        shutil.copytree(dataset.folder, mine, dirs_exist_ok=True)
+    def slow(_data: DataConfig, work: Path, *_: object) -> None:
+        calls.append(work)
+        begun.set()
+        time.sleep(0.3)
+        shutil.copytree(dataset.folder, work, dirs_exist_ok=True)
 
-    monkeypatch.setattr(build, "build", slower)
+    monkeypatch.setattr(build, "build", slow)
+    first = threading.Thread(target=prepare, args=(small, tmp_path))
+    first.start()
+    begun.wait()
     said: list[str] = []
-    assert prepare(small, tmp_path, progress=said.append) == folder
-    assert "another process" in said[0]
-    verify(Dataset.open(folder), deep=True)
+    folder = prepare(small, tmp_path, progress=said.append)
+    first.join()
+    assert len(calls) == 1
+    assert "waiting" in said[0]
+    assert "another process" in said[1]
     assert list(folder.parent.iterdir()) == [folder]
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(corpus: DataConfig, dataset: Dataset) -> DataConfig:
+    return dataclasses.replace(corpus, tokenizer=TokenizerConfig(path=str(dataset.tokenizer_path)))
+
+
+def test_adding_a_source_reads_it_alone_and_links_the_shards_of_the_others(
+    with_tokenizer: DataConfig, tmp_path: Path, ray_session: None
+) -> None:
+    before = Dataset.open(prepare(with_tokenizer, tmp_path, progress=print))
+    added = SourceConfig(uris=(str(write_texts(tmp_path / "c", sentences(40, "cherry"))),))
+    more = dataclasses.replace(with_tokenizer, sources={**with_tokenizer.sources, "c": added})
+    after = Dataset.open(prepare(more, tmp_path, progress=print))
+    assert after.manifest["made_by"]["parts_read"] == 1
+    assert set(after.sources) - set(before.sources) == {"c"}
+    for name in before.sources:
+        assert after.manifest["sources"][name] == before.manifest["sources"][name]
+    for name in before.shard_names:
+        assert (before.folder / name).stat().st_ino == (after.folder / name).stat().st_ino
+    verify(after, deep=True)
+
+
+def test_what_is_linked_equals_what_would_be_made(
+    with_tokenizer: DataConfig, tmp_path: Path, ray_session: None
+) -> None:
+    fewer = dataclasses.replace(with_tokenizer, sources={"a": with_tokenizer.sources["a"]})
+    prepare(fewer, tmp_path / "linked", progress=print)
+    said: list[str] = []
+    linked = prepare(with_tokenizer, tmp_path / "linked", progress=said.append)
+    fresh = prepare(with_tokenizer, tmp_path / "fresh", progress=print)
+    assert any("a is as in" in line for line in said)
+    assert Dataset.open(linked).content_hash == Dataset.open(fresh).content_hash
+
+
+def test_a_disk_that_fills_up_is_named_and_loses_nothing(
+    small: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_session: None
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left") as caught:
+        ray_jobs.run_tasks(full, [0])
+    assert caught.value.errno == errno.ENOSPC
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "write_holdout", lambda *_: full(0))
+        with pytest.raises(ConfigError, match=r"root: the disk at / ?.*is full .*same command"):
+            prepare(small, tmp_path, progress=print)
+    assert prepare(small, tmp_path, progress=print).is_dir()
+
+
+def everything(folder: Path) -> DataConfig:
+    """Filters, decontamination, a beginning of documents and best-fit rows at once."""
+    question = " ".join(f"Why, {word}?" for word in "abcdefg")
+    (folder / "exam.json").write_text(json.dumps([{"question": {"stem": question}, "key": "A"}]))
+    texts = [*sentences(80, "apple"), f"so {question.lower().replace('?', '')} he said", "tiny", ""]
+    texts.append(" ".join(sentences(12, "long")))
+    lines = [json.dumps({"text": text, "score": (i + 1) % 5}) for i, text in enumerate(texts)]
+    write_texts(folder / "a", ["\n".join(lines[i::6]) + "\n" for i in range(6)], ending=".jsonl")
+    write_texts(folder / "b", sentences(30, "banana"))
+    return configuration(
+        {
+            "a": SourceConfig(
+                uris=(str(folder / "a"),), format="jsonl", min_chars=10, filters=("score >= 1",)
+            ),
+            "b": SourceConfig(uris=(str(folder / "b"),)),
+        },
+        tokenizer=TokenizerConfig(400, bos_token="<|begin|>", training_bytes=20_000),
+        decontaminate=(str(folder / "exam.json"),),
+        packing="best_fit",
+        row_length=256,
+    )
+
+
+def test_with_all_that_can_be_configured_the_content_hash_depends_on_no_parallelism(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_session: None
+) -> None:
+    config = everything(tmp_path)
+    found = Dataset.open(prepare(config, tmp_path / "one", progress=print))
+    monkeypatch.setattr(sources, "_TASK_BYTES", 100)
+    monkeypatch.setattr(ray_jobs, "_BATCH_BYTES", 200)
+    monkeypatch.setattr(ray_jobs, "_at_a_time", lambda _: 1)
+    said: list[str] = []
+    again = Dataset.open(prepare(config, tmp_path / "two", progress=said.append))
+    assert again.content_hash == found.content_hash
+    counts = found.manifest["sources"]["a"]["counts"]
+    assert (counts["contaminated"], counts["filtered"], counts["empty"]) == (1, 16 + 1, 1)
+    tokens = found.read("a", 0, found.num_tokens("a"))
+    bos = load_tokenizer(found.tokenizer_path).token_to_id("<|begin|>")
+    assert found.num_tokens("a") == found.num_units("a", 256) * 256 + 1
+    starts = np.flatnonzero(tokens == bos)
+    assert len(starts) == found.manifest["sources"]["a"]["documents"]
+    ends = np.array([np.flatnonzero(tokens[start:] == found.eos_id)[0] for start in starts])
+    assert (tokens[starts[1:] - 1] == found.eos_id).all()
+    cut = (starts // 256 != (starts + ends) // 256) & (ends < 256)
+    assert not cut.any()
+    header = next(line for line in said if "contaminated" in line)
+    row = next(line for line in said if line.startswith("data: a "))
+    assert header.split()[2:4] == ["documents", "bytes"]
+    assert row.split()[2] == f"{len(starts):,}"
 
 
 def test_a_damaged_corpus_is_not_reused(
@@ -255,7 +379,7 @@ def test_a_full_disk_is_told_before_writing(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=3_000_000))
     with pytest.raises(ConfigError, match=r"needs about 17 MB, and .* has 3 MB free"):
         prepare(corpus, tmp_path, progress=print)
-    assert list((tmp_path / "data").iterdir()) == []
+    assert not prepared_folder(corpus, tmp_path).exists()
 
 
 def test_a_mistake_found_while_reading_is_one_clear_line(tmp_path: Path, ray_session: None) -> None:

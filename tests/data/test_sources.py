@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import gzip
+import io
 import json
 import re
 import sys
 from pathlib import Path
+from typing import ClassVar
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from pipeline.config import ConfigError, SourceConfig
 from pipeline.data import builtin, mathematics, sources
@@ -57,8 +61,6 @@ def test_folders_globs_and_files_are_found_at_any_depth_once(tmp_path: Path) -> 
 
 
 def test_remote_places_are_read_through_fsspec(tmp_path: Path) -> None:
-    import fsspec
-
     remote = fsspec.filesystem("memory")
     remote.pipe("/corpus/one.jsonl", b'{"text": "far away"}\n')
     items = read(files("memory://corpus", format="jsonl"))
@@ -104,10 +106,105 @@ def test_a_column_of_parquet_files(tmp_path: Path) -> None:
     assert found == ["document", "empty", "empty", "document"] * 3
 
 
+RECORDS = [
+    {"text": "kept because it is good", "score": 4, "language": "en"},
+    {"text": "dropped: the score", "score": 2.5, "language": "en"},
+    {"text": "dropped: the language", "score": 4, "language": "de"},
+    {"text": "short", "score": 4, "language": "en"},
+    {"text": "far too long " * 9, "score": 4, "language": "en"},
+    {"text": "dropped: no score", "score": None, "language": "en"},
+]
+
+
+@pytest.mark.parametrize("format", ["jsonl", "parquet", "huggingface"])
+def test_filters_leave_out_by_length_and_by_other_columns(tmp_path: Path, format: str) -> None:
+    if format == "jsonl":
+        write_texts(tmp_path, ["".join(json.dumps(r) + "\n" for r in RECORDS)], ending=".jsonl")
+    else:
+        pq.write_table(pa.Table.from_pylist(RECORDS), tmp_path / "x.parquet")
+    filters = ("score >= 3", "language == en")
+    source = SourceConfig(
+        uris=(str(tmp_path),), format=format, filters=filters, min_chars=10, max_chars=100
+    )
+    sources.check_sources(configuration({"text": source}))
+    assert statuses(source) == ["document", *["filtered"] * 5]
+
+
+def test_lengths_filter_builtin_sources_too() -> None:
+    source = SourceConfig(builtin="mathematics", max_bytes=20_000, min_chars=10**6)
+    assert set(statuses(source)) == {"filtered"}
+
+
+def save_to_disk(folder: Path, values: list[str]) -> None:
+    """A folder as `datasets.Dataset.save_to_disk` leaves it."""
+    folder.mkdir(parents=True)
+    table = pa.table({"text": values})
+    with pa.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as out:
+        out.write_table(table, max_chunksize=2)
+    (folder / "cache-0a0b.arrow").write_bytes(b"of another shape")
+    (folder / "state.json").write_text("{}")
+
+
+def test_a_saved_hugging_face_dataset_is_read_and_only_its_training_split(tmp_path: Path) -> None:
+    save_to_disk(tmp_path / "alone", ["one", "", "three"])
+    assert statuses(files(tmp_path / "alone", format="huggingface")) == [
+        *("document", "empty", "document")
+    ]
+    for split in ("train", "test"):
+        save_to_disk(tmp_path / "several" / split, [split])
+    items = read(files(tmp_path / "several", format="huggingface"))
+    assert [item.text for _, item in items] == ["train"]
+
+
+@pytest.mark.slow
+def test_what_datasets_saves_is_what_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    texts = [f"document {i}" for i in range(50)]
+    whole = datasets.Dataset.from_dict({"text": texts, "n": list(range(50))})
+    whole.filter(lambda row: row["n"] % 2 == 0).save_to_disk(str(tmp_path / "saved"), num_shards=3)
+    items = read(files(tmp_path / "saved", format="huggingface"))
+    assert [item.text for _, item in items] == texts[::2]
+
+
+class Hub(MemoryFileSystem):
+    """Stands for the hub's file system: hf:// addresses, blob ids as versions."""
+
+    protocol = "hf"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+    blob = "first"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("hf://").strip("/")
+
+    def find(self, path: str, detail: bool = False, **kwargs: object) -> dict:
+        found = super().find(path, detail=True, **kwargs)
+        return {name: {**entry, "blob_id": self.blob} for name, entry in found.items()}
+
+
+def test_the_hub_is_read_by_address_or_by_a_datasets_name() -> None:
+    fsspec.register_implementation("hf", Hub, clobber=True)
+    hub = fsspec.filesystem("hf")
+    table = io.BytesIO()
+    pq.write_table(pa.table({"text": ["from the hub"]}), table)
+    for split in ("train", "validation"):
+        place = f"datasets/owner/name@refs/convert/parquet/default/{split}/0000.parquet"
+        hub.pipe(f"/{place}", table.getvalue())
+    by_name = files("owner/name", format="huggingface")
+    assert [item.text for _, item in read(by_name)] == ["from the hub"]
+    address = "hf://datasets/owner/name@refs/convert/parquet/default/validation"
+    by_address = files(address, format="parquet")
+    assert [item.text for _, item in read(by_address)] == ["from the hub"]
+    (file,) = sources.list_files(by_address, "key")
+    assert file.uri.startswith("hf://")
+    assert file.version == "first"
+
+
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n')
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(LINES * 50)[:-20])
-    with pytest.raises(ConfigError, match=r"b\.jsonl\.gz: cannot be read as jsonl"):
+    with pytest.raises(ConfigError, match=r"b\.jsonl\.gz: cannot be read as jsonl, column 'text'"):
         read(files(tmp_path, format="jsonl"))
 
 
@@ -130,6 +227,16 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         (SourceConfig(uris=("{folder}/bad",), format="jsonl"), r"bad/0000\.jsonl is no jsonl file"),
         (SourceConfig(uris=("nosuch://bucket/x",)), "cannot read nosuch://bucket/x"),
         (SourceConfig(builtin="pyton"), "did you mean python"),
+        (
+            SourceConfig(uris=("{folder}/json",), format="jsonl", filters=("id ~ 3",)),
+            r"sources\.mine\.filters: 'id ~ 3' is no filter; write column, comparison",
+        ),
+        (
+            SourceConfig(uris=("{folder}/table",), format="parquet", filters=("score > 3",)),
+            r"mine\.filters: {folder}/table/0\.parquet has no 'score'; it has text",
+        ),
+        (SourceConfig(builtin="python", filters=("a > 1",)), "builtin source has no columns"),
+        (SourceConfig(uris=("{folder}/json/0000.jsonl",), filters=("a > 1",)), "have no columns"),
     ],
 )
 def test_a_mistake_is_told_before_any_work(
@@ -139,6 +246,8 @@ def test_a_mistake_is_told_before_any_work(
     write_texts(tmp_path / "blank", [""])
     write_texts(tmp_path / "json", ['{"text": "x", "id": 1}\n'], ending=".jsonl")
     write_texts(tmp_path / "bad", ["no json\n"], ending=".jsonl")
+    (tmp_path / "table").mkdir()
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "table" / "0.parquet")
     uris = tuple(uri.replace("{folder}", str(tmp_path)) for uri in source.uris)
     config = configuration({"mine": SourceConfig(**{**vars(source), "uris": uris})})
     with pytest.raises(ConfigError, match=message.replace("{folder}", re.escape(str(tmp_path)))):

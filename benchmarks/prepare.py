@@ -1,0 +1,192 @@
+"""What preparing a corpus costs beside tokenizing it, and that its memory does not grow.
+
+Method: the text of `make corpus` (or of `--corpus`), as JSON lines, and a tokenizer trained on it
+before. Each size is a prefix of every file. Rounds alternate between the candidates; medians count.
+
+    encode_batch  `tokenizers.encode_batch` over the same documents, already in memory as strings,
+                  with as many threads as Ray runs tasks: the ids and nothing else
+    prepare       `pipeline.data.prepare` from the files to the finished corpus, with Ray running:
+                  read, hash, deduplicate, hold out, tokenize, write shards, check-sum
+
+    memory        the highest sum of private memory (USS) of this process and Ray's workers, above
+                  what it was before, sampled every 50 ms
+
+    ratios   prepare_vs_encode_batch = text per second of prepare / of encode_batch (goal: 0.8)
+             memory_large_vs_small = memory at the large size / at the small one
+
+    python benchmarks/prepare.py [--json] [--rounds 3] [--megabytes 8 32] [--corpus corpus]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import psutil
+
+from pipeline.config import DataConfig, SourceConfig, TokenizerConfig
+from pipeline.data.prepare import prepare
+from pipeline.data.shards import Dataset
+from pipeline.data.tokenizer import load_tokenizer, train_tokenizer
+from pipeline.ray_session import ray_session
+
+THREADS = os.cpu_count() or 1  # what a local Ray runs at once: see `pipeline.ray_session`
+FILE_BYTES = 4_000_000  # of each input file, about: enough files for all threads
+
+
+def cut(corpus: Path, folder: Path, megabytes: float) -> list[str]:
+    """The first part of each domain's files, together so many megabytes; returns its texts."""
+    files = sorted(corpus.glob("*/*.jsonl"))
+    share, texts = megabytes * 1e6 / len(files), []
+    for file in files:
+        lines, size = [], 0
+        with file.open(encoding="utf-8") as source:
+            for line in source:
+                if size >= share:
+                    break
+                lines.append(line)
+                size += len(line.encode())
+        step = max(1, int(len(lines) * FILE_BYTES / max(size, 1)))
+        for start in range(0, len(lines), step):
+            target = folder / file.parent.name / f"{file.stem}-{start}.jsonl"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text("".join(lines[start : start + step]), encoding="utf-8")
+        texts += [json.loads(line)["text"] for line in lines]
+    return texts
+
+
+def configuration(folder: Path, tokenizer: Path) -> DataConfig:
+    sources = {
+        domain.name: SourceConfig(uris=(str(domain),), format="jsonl")
+        for domain in sorted(folder.iterdir())
+    }
+    return DataConfig("benchmark", sources, TokenizerConfig(path=str(tokenizer)))
+
+
+class Peak:
+    """The most private memory that this process and its children held, in bytes."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        ended = threading.Event()
+        before = self._now()
+
+        def sample() -> None:
+            while not ended.wait(0.05):
+                self.bytes = max(self.bytes, self._now() - before)
+
+        thread = threading.Thread(target=sample)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _now(self) -> int:
+        me, total = psutil.Process(), 0
+        for process in (me, *me.children(recursive=True)):
+            try:
+                total += process.memory_full_info().uss
+            except psutil.Error:  # it ended meanwhile
+                continue
+        return total
+
+
+def measure(corpus: Path, megabytes: float, rounds: int) -> dict[str, Any]:
+    """One row: speeds in megabytes of text a second, and the peak of memory. Ray must run."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    os.environ["RAYON_NUM_THREADS"] = str(THREADS)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        texts = cut(corpus, folder / "text", megabytes)
+        path = folder / "tokenizer.json"
+        sample = [text for text in texts[:: max(1, len(texts) // 2000)]]
+        train_tokenizer(sample, TokenizerConfig(vocab_size=8192)).save(str(path))
+        size = sum(len(text.encode()) for text in texts)
+        data, tokenizer = configuration(folder / "text", path), load_tokenizer(path)
+        seconds: dict[str, list[float]] = {"encode_batch": [], "prepare": []}
+        peak = Peak()
+        for number in range(rounds + 1):  # the first one warms up
+            root = folder / f"root{number}"
+            start = time.perf_counter()
+            if number:
+                for first in range(0, len(texts), 1000):
+                    tokenizer.encode_batch(texts[first : first + 1000], add_special_tokens=False)
+                seconds["encode_batch"].append(time.perf_counter() - start)
+            start = time.perf_counter()
+            if number == rounds:
+                with peak.watch():
+                    prepared = prepare(data, root, progress=lambda _: None)
+            else:
+                prepared = prepare(data, root, progress=lambda _: None)
+            if number:
+                seconds["prepare"].append(time.perf_counter() - start)
+            steps = Dataset.open(prepared).manifest["made_by"]["seconds"]
+            shutil.rmtree(root)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    return {
+        "megabytes": round(size / 1e6, 1),
+        "documents": len(texts),
+        **{f"{name}_mb_per_s": round(size / 1e6 / value, 2) for name, value in median.items()},
+        "peak_memory_mb": round(peak.bytes / 1e6, 1),
+        "steps": steps,
+        "prepare_vs_encode_batch": median["encode_batch"] / median["prepare"],
+    }
+
+
+def run(corpus: Path, sizes: list[float], rounds: int) -> dict[str, Any]:
+    """The rows of all sizes and the ratios, for this script and for `benchmarks/data.py`."""
+    with ray_session():
+        rows = [measure(corpus, size, rounds) for size in sizes]
+    ratios = {
+        "prepare_vs_encode_batch": round(rows[-1]["prepare_vs_encode_batch"], 3),
+        "memory_large_vs_small": round(rows[-1]["peak_memory_mb"] / rows[0]["peak_memory_mb"], 3),
+    }
+    machine = {"cpu": platform.processor() or platform.machine(), "threads": THREADS}
+    return {"machine": machine, "rows": rows, "ratios": ratios}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[8, 32])
+    parser.add_argument("--corpus", type=Path, default=Path("corpus"))
+    arguments = parser.parse_args()
+    if not list(arguments.corpus.glob("*/*.jsonl")):
+        sys.exit(f"error: no corpus at {arguments.corpus}; run `make corpus` first")
+    result = run(arguments.corpus, arguments.megabytes, arguments.rounds)
+    if arguments.json:
+        print(json.dumps(result))
+        return
+    assert __doc__ is not None
+    print(__doc__.split("    python ")[0])
+    print(f"{'MB':>8} {'documents':>10} {'encode_batch':>13} {'prepare MB/s':>13} {'peak MB':>8}")
+    for row in result["rows"]:
+        print(
+            f"{row['megabytes']:8} {row['documents']:10,} {row['encode_batch_mb_per_s']:13} "
+            f"{row['prepare_mb_per_s']:13} {row['peak_memory_mb']:8}  {row['steps']}"
+        )
+    print(result["ratios"])
+
+
+if __name__ == "__main__":
+    main()

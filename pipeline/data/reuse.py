@@ -1,0 +1,69 @@
+"""Shards that another prepared corpus has already: linked, not made again.
+
+A source's entry in the manifest carries `made_of`: a hash of the documents chosen, the tokenizer
+and the layout. Equal `made_of` and name, equal files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import DataConfig, digest
+from pipeline.data.files import link
+from pipeline.data.selection import Documents, Selection
+from pipeline.data.shards import DataError, read_manifest
+
+
+def made_of(
+    data: DataConfig, tokenizer: str, documents: Documents, selection: Selection, number: int
+) -> str:
+    """The hash of all that decides a source's files. tokenizer: the SHA-256 of its file."""
+    layout = [data.shard_tokens, data.packing]
+    if data.packing == "best_fit":
+        layout.append(data.row_length)
+    chosen = [
+        digest([documents.hash_N4[rows[number]].astype(">u8").tobytes().hex()])
+        for rows in (selection.training, selection.holdout, selection.reserved)
+    ]
+    names = [data.tokenizer.eos_token, data.tokenizer.bos_token]
+    return digest([tokenizer, names, layout, chosen])
+
+
+def reusable(corpora: Path, name: str, wanted: str) -> tuple[Path, dict[str, Any]] | None:
+    """The folder of a corpus whose source of that name is made of the same, and its entry."""
+    for manifest in sorted(corpora.glob("[!.]*/manifest.json")):
+        try:
+            entry = read_manifest(manifest.parent)["sources"].get(name)
+        except DataError:  # of another version, or damaged
+            continue
+        if entry and entry.get("made_of") == wanted and _is_whole(manifest.parent, entry):
+            return manifest.parent, entry
+    return None
+
+
+def link_files(entry: Mapping[str, Any], source: Path, target: Path) -> None:
+    """Give all files of a source's entry a second name in another corpus's folder."""
+    for described in _files(entry):
+        link(source / described["file"], target / described["file"])
+
+
+def _is_whole(folder: Path, entry: Mapping[str, Any]) -> bool:
+    return all(
+        (folder / described["file"]).is_file()
+        and (folder / described["file"]).stat().st_size == described["size"]
+        for described in _files(entry)
+    )
+
+
+def _files(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Everything within an entry that describes a file."""
+    if isinstance(value, Mapping):
+        if "file" in value and "sha256" in value:
+            yield value
+        for inner in value.values():
+            yield from _files(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _files(inner)
