@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+_pending: list[Callable[[], None]] = []
+
 
 def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, run as written where the code around it is compiled.
+    """``function``, run as written in compiled code once ``keep_outside`` has been called."""
+    chosen = [function]
 
-    As ``torch.compiler.disable``, which is not called before someone compiles: importing the
-    compiler takes seconds.
-    """
-    disabled: list[Callable[..., Any]] = []
+    def disable() -> None:
+        chosen[0] = torch.compiler.disable(function)
 
     @functools.wraps(function)
     def eager(*args: Any, **named: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **named)
-        if not disabled:
-            disabled.append(torch.compiler.disable(function))
-        return disabled[0](*args, **named)
+        return chosen[0](*args, **named)
 
+    _pending.append(disable)
     return eager
+
+
+def keep_outside() -> None:
+    """Call this before anything is compiled. Not at import: the compiler's import takes seconds."""
+    while _pending:
+        _pending.pop()()

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model import backends, generate
 from model.attention import Attention
+from model.compiling import keep_outside
 from model.config import BLOCK_KINDS, ModelConfig
 from model.ffn import FeedForward
 from model.init import init_weights
@@ -120,6 +121,7 @@ class HybridModel(nn.Module):
         on disk by the ``inductor`` backend. What is fused may round its last bits otherwise, and so
         may what ``selective`` checkpointing recomputes there.
         """
+        keep_outside()
         for block in self.blocks:
             block.compile(backend=backend, dynamic=False, recompile_limit=RECOMPILE_LIMIT)
         self.compiled_by = backend

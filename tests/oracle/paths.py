@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from model import HybridModel, ModelConfig, document_index
+from model.compiling import keep_outside
 from model.hybrid import Checkpointing
 from pipeline.config import PhaseConfig, TrainConfig
 from pipeline.data.stream import IGNORED, Batch
@@ -139,6 +140,7 @@ def compiled(model: HybridModel, path: Path) -> Iterator[None]:
     if path.compiled == "blocks":
         model.compile_blocks(path.compiler)
     else:
+        keep_outside()
         model.loss = torch.compile(model.loss, backend=path.compiler)  # type: ignore[method-assign]
     yield
     torch.compiler.reset()
