@@ -47,10 +47,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from model import HybridModel, ModelConfig
 from pipeline.config import Config, from_dict
 from pipeline.data.stream import Batch
-from pipeline.train.build import Trainable, assemble
 from pipeline.train.optim import build_optimizer
 from pipeline.train.sharding import Sharding, fsdp_modules
 from pipeline.train.step import train_step
+from pipeline.train.trainable import Trainable, assemble
 from quant import apply_recipe, named_recipe
 
 LENGTH = 256

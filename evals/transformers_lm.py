@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evals.lm import LanguageModel, Stop
 
@@ -30,7 +30,7 @@ class Transformers(LanguageModel[None]):
         from transformers import AutoModelForCausalLM
 
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        model = AutoModelForCausalLM.from_pretrained(
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **settings
         )
         return cls(model.to(device))

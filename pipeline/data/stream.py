@@ -207,7 +207,13 @@ def make_batch(
     seq_idx_BT = torch.empty(shape, dtype=torch.int32, pin_memory=pin)
     ignored = None if across_documents else IGNORED
     lay_out = cpu.lay_out_rows if cpu.available() else lay_out_rows
-    lay_out(tokens_UT, sequence_length, eos_id, ignored, (tokens_BT, labels_BT, seq_idx_BT))
+    lay_out(
+        np.ascontiguousarray(tokens_UT),
+        sequence_length,
+        eos_id,
+        ignored,
+        (tokens_BT, labels_BT, seq_idx_BT),
+    )
     source_B = torch.from_numpy(source_U.astype(np.int64).repeat(length // sequence_length))
     if pin:
         source_B = source_B.pin_memory()

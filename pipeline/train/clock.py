@@ -17,8 +17,8 @@ from torch import Tensor
 from model import ModelConfig
 from model.counts import flops_per_token
 from pipeline.config import Config
-from pipeline.train.build import Trainable
 from pipeline.train.parallel import local
+from pipeline.train.trainable import Trainable
 
 KINDS = ("data", "forward", "backward", "sums", "optimizer", "validation", "checkpoint", "other")
 

@@ -24,7 +24,7 @@ from pipeline.data.stream import Batch, MixtureStream
 from pipeline.lineage import lineage_of, schedule_of
 from pipeline.runs import RunFolder
 from pipeline.train import checkpoint
-from pipeline.train.build import build_mixture, build_trainable
+from pipeline.train.build import build_mixture
 from pipeline.train.checkpoint import Checkpoint, CheckpointError
 from pipeline.train.clock import Clock, memory, speed
 from pipeline.train.diagnosis import layers_at_fault, source_mix
@@ -43,6 +43,7 @@ from pipeline.train.saver import Saver
 from pipeline.train.spikes import SpikeWindow
 from pipeline.train.step import MicroBatches, StepResult, train_step
 from pipeline.train.stopping import requested
+from pipeline.train.trainable import build_trainable
 from pipeline.train.validation import validate
 from pipeline.train.watchdog import Watchdog
 from pipeline.warm_start import load_weights, warm_start_of

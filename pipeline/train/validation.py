@@ -8,7 +8,7 @@ from evals.domains import domain_loss
 from pipeline.config import TrainConfig
 from pipeline.data.shards import Dataset
 from pipeline.data.stream import validation_rows
-from pipeline.train.build import Trainable
+from pipeline.train.trainable import Trainable
 
 
 def validate(

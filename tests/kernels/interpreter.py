@@ -43,7 +43,7 @@ def poisoned(*size: Any, **options: Any) -> torch.Tensor:
     """`torch.empty` that is not: what a kernel leaves unwritten, padding above all, shows."""
     made = _empty(*size, **options)
     if made.numel():
-        made.view(torch.uint8).fill_(0x5A)
+        made.view(-1).view(torch.uint8).fill_(0x5A)
     return made
 
 

@@ -20,7 +20,7 @@ from pipeline.fidelity_report import OUTLIERS, lines, verdicts
 from pipeline.help import CONF, verb_help
 from pipeline.runs import RunFolder
 from pipeline.train import checkpoint
-from pipeline.train.loop import build_model
+from pipeline.train.build import build_model
 
 LENGTH = 32
 RECIPES = ("bf16", "fp8_block", "nvfp4_paper", "mxfp4", "no_rht", "all_layers")

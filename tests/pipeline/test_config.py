@@ -49,7 +49,7 @@ def test_every_experiment_composes_with_nothing_left_to_interpolate(experiment: 
 @pytest.mark.parametrize(
     ("group", "choice"),
     [(group, choice) for group, names in groups().items() for choice in names
-     if group != "experiment"],
+     if group not in ("experiment", "study")],
 )  # fmt: skip
 def test_every_choice_of_every_group_builds(group: str, choice: str) -> None:
     needed = ["data.sources.mine.uris=[somewhere]"] if choice == "files" else []
@@ -112,7 +112,7 @@ def test_conf_is_found_beside_the_packages() -> None:
     assert (Path(CONF) / "config.yaml").is_file()
 
 
-@pytest.mark.parametrize("group", [g for g in groups() if g != "experiment"])
+@pytest.mark.parametrize("group", [g for g in groups() if g not in ("experiment", "study")])
 def test_every_key_stands_in_its_files_so_that_it_can_be_overridden(group: str) -> None:
     section = {"train": TrainConfig, "data": DataConfig, "model": ModelSection,
                "precision": PrecisionConfig, "evals": EvalsConfig, "tracking": TrackingConfig,

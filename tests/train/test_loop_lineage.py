@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config import Config, ConfigError, PhaseConfig
 from pipeline.data.mixture import Mixture
-from pipeline.data.shards import Dataset, content_hash
+from pipeline.data.shards import Dataset, content_hash, describe_file
 from pipeline.lineage import lineage_of, schedule_of
 from pipeline.runs import RunFolder
 from pipeline.train.build import build_mixture
@@ -185,7 +185,9 @@ def test_a_child_may_have_other_text_but_no_other_tokenizer(
     config, child = child_of(parent, "retokenized", 8)
     folder = corpus(tmp_path / "corpus")
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["tokenizer"]["sha256"] = "0" * 64
+    tokenizer = folder / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    manifest["tokenizer"] |= describe_file(folder, tokenizer.name)
     manifest["content_hash"] = content_hash(manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ConfigError, match=r"another tokenizer.*data\.tokenizer\.path"):

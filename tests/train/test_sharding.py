@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from model import HybridModel, ModelConfig
 from pipeline.config import ClusterConfig
 from pipeline.data.stream import empty_batch
-from pipeline.train.build import Trainable, assemble
 from pipeline.train.optim import build_optimizer
 from pipeline.train.parallel import Rank
 from pipeline.train.sharding import Sharding
 from pipeline.train.step import MicroBatches, train_step
+from pipeline.train.trainable import Trainable, assemble
 from quant import apply_recipe, named_recipe
 from quant.linear import _Call
 from tests.train.ranks import run_on_ranks
