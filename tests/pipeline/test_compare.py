@@ -77,7 +77,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     tensors = {"model": checkpoint.model_tensors(model)}
     checkpoint.save(found.checkpoints, STEP, tensors, {})
     monkeypatch.setattr(compare, "dataset_folder", lambda config, run: tmp_path)
-    monkeypatch.setattr(compare.Dataset, "open", lambda folder: FakeDataset())
+    monkeypatch.setattr(compare, "open_corpus", lambda data, folder: FakeDataset())
     return found
 
 
