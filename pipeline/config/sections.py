@@ -178,7 +178,7 @@ class TrainConfig:
     log_every_steps: int = 1
     statistics_every_steps: int = 0
     activation_checkpointing: str = "none"
-    compile: bool = False  # the blocks through torch.compile: faster, other last bits
+    compile: bool = False  # the blocks through torch.compile: fewer passes, other last bits
     max_skipped_steps: int = 10
     spike_window: int = 128  # steps that a step's loss and gradient norm are compared with
     spike_threshold: float = 10.0  # robust sigmas above the median that skip a step; 0: none
