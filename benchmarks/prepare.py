@@ -11,10 +11,14 @@ before. Each size is a prefix of every file. Rounds alternate between the candid
     memory        the highest sum of private memory (USS) of this process and Ray's workers, above
                   what it was before, sampled every 50 ms
 
+    cpu           seconds of processor time of this process and Ray's: what remains of a candidate's
+                  time on a machine that is shared with others, and with nothing to wait for
+
     ratios   prepare_vs_encode_batch = text per second of prepare / of encode_batch (goal: 0.8)
+             prepare_vs_encode_batch_cpu = the same, by processor time
              memory_large_vs_small = memory at the large size / at the small one
 
-    python benchmarks/prepare.py [--json] [--rounds 3] [--megabytes 8 32] [--corpus corpus]
+    python benchmarks/prepare.py [--json] [--rounds 1] [--megabytes 5 20] [--corpus corpus]
 """
 
 from __future__ import annotations
@@ -29,8 +33,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +49,8 @@ from pipeline.data.tokenizer import load_tokenizer, train_tokenizer
 from pipeline.ray_session import ray_session
 
 THREADS = os.cpu_count() or 1  # what a local Ray runs at once: see `pipeline.ray_session`
+os.environ.setdefault("RAY_worker_niceness", "0")  # both candidates at the same priority
+SIZES = (5.0, 20.0)  # megabytes of text
 FILE_BYTES = 4_000_000  # of each input file, about: enough files for all threads
 
 
@@ -77,6 +83,36 @@ def configuration(folder: Path, tokenizer: Path) -> DataConfig:
     return DataConfig("benchmark", sources, TokenizerConfig(path=str(tokenizer)))
 
 
+def processes() -> list[psutil.Process]:
+    """This one and Ray's."""
+    return [psutil.Process(), *psutil.Process().children(recursive=True)]
+
+
+def cpu_seconds() -> float:
+    """Processor time so far of all that still run: Ray keeps its workers."""
+    total = 0.0
+    for process in processes():
+        with suppress(psutil.Error):  # it ended meanwhile
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+class Stopwatch:
+    """Seconds, and processor seconds, of each of the blocks it measures."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.cpu: list[float] = []
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        start, cpu = time.perf_counter(), cpu_seconds()
+        yield
+        self.seconds.append(time.perf_counter() - start)
+        self.cpu.append(cpu_seconds() - cpu)
+
+
 class Peak:
     """The most private memory that this process and its children held, in bytes."""
 
@@ -101,16 +137,14 @@ class Peak:
             thread.join()
 
     def _now(self) -> int:
-        me, total = psutil.Process(), 0
-        for process in (me, *me.children(recursive=True)):
-            try:
+        total = 0
+        for process in processes():
+            with suppress(psutil.Error):
                 total += process.memory_full_info().uss
-            except psutil.Error:  # it ended meanwhile
-                continue
         return total
 
 
-def measure(corpus: Path, megabytes: float, rounds: int) -> dict[str, Any]:
+def one_size(corpus: Path, megabytes: float, rounds: int) -> dict[str, Any]:
     """One row: speeds in megabytes of text a second, and the peak of memory. Ray must run."""
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     os.environ["RAYON_NUM_THREADS"] = str(THREADS)
@@ -122,42 +156,49 @@ def measure(corpus: Path, megabytes: float, rounds: int) -> dict[str, Any]:
         train_tokenizer(sample, TokenizerConfig(vocab_size=8192)).save(str(path))
         size = sum(len(text.encode()) for text in texts)
         data, tokenizer = configuration(folder / "text", path), load_tokenizer(path)
-        seconds: dict[str, list[float]] = {"encode_batch": [], "prepare": []}
-        peak = Peak()
-        for number in range(rounds + 1):  # the first one warms up
+        encode, whole, peak = Stopwatch(), Stopwatch(), Peak()
+        # The first preparation warms Ray up; memory is watched in the last, which is not timed.
+        for number in range(rounds + 2):
+            timed = 0 < number <= rounds
+            if timed:
+                with encode.measure():
+                    for first in range(0, len(texts), 1000):
+                        batch = texts[first : first + 1000]
+                        tokenizer.encode_batch(batch, add_special_tokens=False)
+            watching = whole.measure() if timed else peak.watch() if number else nullcontext()
             root = folder / f"root{number}"
-            start = time.perf_counter()
-            if number:
-                for first in range(0, len(texts), 1000):
-                    tokenizer.encode_batch(texts[first : first + 1000], add_special_tokens=False)
-                seconds["encode_batch"].append(time.perf_counter() - start)
-            start = time.perf_counter()
-            if number == rounds:
-                with peak.watch():
-                    prepared = prepare(data, root, progress=lambda _: None)
-            else:
+            with watching:
                 prepared = prepare(data, root, progress=lambda _: None)
-            if number:
-                seconds["prepare"].append(time.perf_counter() - start)
-            steps = Dataset.open(prepared).manifest["made_by"]["seconds"]
+            if timed:
+                steps = Dataset.open(prepared).manifest["made_by"]["seconds"]
             shutil.rmtree(root)
-    median = {name: statistics.median(values) for name, values in seconds.items()}
+    median, mb = statistics.median, size / 1e6
     return {
-        "megabytes": round(size / 1e6, 1),
+        "megabytes": round(mb, 1),
         "documents": len(texts),
-        **{f"{name}_mb_per_s": round(size / 1e6 / value, 2) for name, value in median.items()},
+        "encode_batch_mb_per_s": round(mb / median(encode.seconds), 2),
+        "prepare_mb_per_s": round(mb / median(whole.seconds), 2),
+        "encode_batch_cpu_s": round(median(encode.cpu), 2),
+        "prepare_cpu_s": round(median(whole.cpu), 2),
         "peak_memory_mb": round(peak.bytes / 1e6, 1),
         "steps": steps,
-        "prepare_vs_encode_batch": median["encode_batch"] / median["prepare"],
+        "prepare_vs_encode_batch": median(encode.seconds) / median(whole.seconds),
+        "prepare_vs_encode_batch_cpu": median(encode.cpu) / median(whole.cpu),
     }
 
 
-def run(corpus: Path, sizes: list[float], rounds: int) -> dict[str, Any]:
+def measure(
+    corpus: Path = Path("corpus"), sizes: Sequence[float] = SIZES, rounds: int = 1
+) -> dict[str, Any]:
     """The rows of all sizes and the ratios, for this script and for `benchmarks/data.py`."""
+    if not list(corpus.glob("*/*.jsonl")):
+        sys.exit(f"error: no corpus at {corpus}; run `make corpus` first")
     with ray_session():
-        rows = [measure(corpus, size, rounds) for size in sizes]
+        rows = [one_size(corpus, size, rounds) for size in sizes]
     ratios = {
-        "prepare_vs_encode_batch": round(rows[-1]["prepare_vs_encode_batch"], 3),
+        name: round(rows[-1][name], 3)
+        for name in ("prepare_vs_encode_batch", "prepare_vs_encode_batch_cpu")
+    } | {
         "memory_large_vs_small": round(rows[-1]["peak_memory_mb"] / rows[0]["peak_memory_mb"], 3),
     }
     machine = {"cpu": platform.processor() or platform.machine(), "threads": THREADS}
@@ -167,23 +208,23 @@ def run(corpus: Path, sizes: list[float], rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--megabytes", type=float, nargs="+", default=[8, 32])
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--megabytes", type=float, nargs="+", default=SIZES)
     parser.add_argument("--corpus", type=Path, default=Path("corpus"))
     arguments = parser.parse_args()
-    if not list(arguments.corpus.glob("*/*.jsonl")):
-        sys.exit(f"error: no corpus at {arguments.corpus}; run `make corpus` first")
-    result = run(arguments.corpus, arguments.megabytes, arguments.rounds)
+    result = measure(arguments.corpus, arguments.megabytes, arguments.rounds)
     if arguments.json:
         print(json.dumps(result))
         return
     assert __doc__ is not None
     print(__doc__.split("    python ")[0])
-    print(f"{'MB':>8} {'documents':>10} {'encode_batch':>13} {'prepare MB/s':>13} {'peak MB':>8}")
+    heads = "encode_batch MB/s, cpu s", "prepare"
+    print(f"{'MB':>8} {'documents':>10} {heads[0]:>25} {heads[1]:>16} {'peak MB':>8}")
     for row in result["rows"]:
         print(
-            f"{row['megabytes']:8} {row['documents']:10,} {row['encode_batch_mb_per_s']:13} "
-            f"{row['prepare_mb_per_s']:13} {row['peak_memory_mb']:8}  {row['steps']}"
+            f"{row['megabytes']:8} {row['documents']:10,} {row['encode_batch_mb_per_s']:16} "
+            f"{row['encode_batch_cpu_s']:8} {row['prepare_mb_per_s']:8} {row['prepare_cpu_s']:7} "
+            f"{row['peak_memory_mb']:8}  {row['steps']}"
         )
     print(result["ratios"])
 

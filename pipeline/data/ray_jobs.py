@@ -48,7 +48,7 @@ _INDEX = pa.schema(
 _TEXT = pa.schema([("id", pa.int64()), ("text", pa.large_string())])
 _FULL = "full"  # a failure that is no sentence
 SPARE_CPUS = 2  # of those declared, see `pipeline.ray_session`
-_BATCH_BYTES = 4 << 20  # of text written, read or tokenized at once
+_BATCH_BYTES = 1 << 20  # of text written, read or tokenized at once
 
 _NO_TOKENS = np.empty(0, np.uint16)
 
@@ -196,6 +196,8 @@ class Corpus:
 
         waiting = [n for n, stem in wanted.items() if not (parts / f"{stem}.located").is_file()]
         self._ensure_text(waiting)
+        # The largest first, so that none is left at the end for one worker alone.
+        waiting.sort(key=lambda n: -(text / f"{tasks[n].key}.arrow").stat().st_size)
         run_tasks(tokenize, waiting)
         tables = []
         for part, (number, stem) in enumerate(wanted.items()):
