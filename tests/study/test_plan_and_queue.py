@@ -153,8 +153,12 @@ def test_an_interrupt_reaches_every_run_and_another_call_goes_on(tmp_path: Path)
         os.kill(os.getpid(), signal.SIGINT)
 
     asked: list[float] = []
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it
     threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        queue(tmp_path, {}, seconds=600, parallel=2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            queue(tmp_path, {}, seconds=600, parallel=2)
+    finally:
+        signal.signal(signal.SIGINT, former)
     assert time.monotonic() - asked[0] < 300
     assert len(queue(tmp_path, {})) == 4
