@@ -181,7 +181,7 @@ class Corpus:
         def tokenize(number: int) -> None:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # Ray runs several of these at once
             tokenizer, stem = _loaded(work / TOKENIZER_FILE), wanted[number]
-            located: list[Ids] = []
+            located: list[Ids] = [np.empty((2, 0), np.int64)]  # of a file that nothing is wanted of
             with whole_file(parts / f"{stem}.tokens") as out:
                 chosen = _chosen(text / f"{tasks[number].key}.arrow", parts / f"{stem}.npy")
                 for batch in chosen:
@@ -189,7 +189,7 @@ class Corpus:
                         tokenizer, batch["text"].to_pylist(), eos_id, bos_id, dtype
                     )
                     out.write(np.concatenate([_NO_TOKENS.astype(dtype), *documents]).data)
-                    counts = [len(document) for document in documents]
+                    counts = np.array([len(document) for document in documents], np.int64)
                     located.append(np.stack([batch["id"].to_numpy(), counts]))
             with whole_file(parts / f"{stem}.located") as out:
                 np.save(out, np.concatenate(located, axis=1))
