@@ -48,7 +48,7 @@ _INDEX = pa.schema(
 _TEXT = pa.schema([("id", pa.int64()), ("text", pa.large_string())])
 _FULL = "full"  # a failure that is no sentence
 SPARE_CPUS = 2  # of those declared, see `pipeline.ray_session`
-_BATCH_BYTES = 1 << 20  # of text written, read or tokenized at once
+_BATCH_BYTES = 4 << 20  # of text written, read or tokenized at once
 
 _NO_TOKENS = np.empty(0, np.uint16)
 
@@ -190,7 +190,8 @@ class Corpus:
                     )
                     out.write(np.concatenate([_NO_TOKENS.astype(dtype), *documents]).data)
                     counts = np.array([len(document) for document in documents], np.int64)
-                    located.append(np.stack([batch["id"].to_numpy(), counts]))
+                    chosen_ids = batch["id"].to_numpy().astype(np.int64)  # of no chunk: float64
+                    located.append(np.stack([chosen_ids, counts]))
             with whole_file(parts / f"{stem}.located") as out:
                 np.save(out, np.concatenate(located, axis=1))
 

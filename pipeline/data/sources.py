@@ -48,7 +48,7 @@ ENDINGS = {
 }
 VERSION = 1  # of the reading: raise it when the same files would give other documents
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
-_TASK_BYTES = 8 << 20  # of input files, about; a file is never cut
+_TASK_BYTES = 32 << 20  # of input files, about
 _TASK_FILES = 2000
 _BUILTIN_TASKS = 8
 _TABLE_ROWS = 1024
