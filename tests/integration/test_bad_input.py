@@ -12,6 +12,7 @@ import pytest
 
 from pipeline import preflight
 from pipeline.config import ConfigError
+from pipeline.train.metrics import final_records
 from tests.integration.runs import SHORT, Run, pipeline
 from tests.pipeline.test_config import composed
 
@@ -39,7 +40,8 @@ def test_a_shard_with_one_flipped_byte_is_named_before_training(prepared: Path) 
     content[1000] ^= 1
     shard.write_bytes(content)
     assert f"{shard}: damaged" in refused(prepared, "tracking.offline=true")
-    assert not list(prepared.glob("*/metrics.jsonl"))
+    (metrics,) = prepared.glob("*/metrics.jsonl")
+    assert {record["kind"] for record in final_records(metrics)} == {"prepare"}
 
 
 def test_a_corpus_that_another_version_wrote_is_refused_by_name(prepared: Path) -> None:
