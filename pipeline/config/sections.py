@@ -254,6 +254,13 @@ class StudyConfig:
     parallel: int = 1  # runs at a time
     tables: str | None = None  # report from this folder of tables alone, and run nothing
 
+    @property
+    def num_runs(self) -> int:
+        """Runs of the whole study: arms at their sizes and seeds."""
+        return sum(
+            max(len(arm.sizes), 1) * len(self.seeds[: arm.num_seeds]) for arm in self.arms.values()
+        )
+
 
 @dataclass(frozen=True)
 class ExportConfig:

@@ -12,6 +12,7 @@ from pipeline.study.findings import Findings
 from pipeline.study.statistics import gap_curve
 from pipeline.study.tables import TRAIN, Tables
 
+FORMATS = ("fp8_block", "mxfp8", "nvfp4", "nvfp4_paper", "mxfp4")  # recipes of the fidelity figure
 SHOWN = 6  # arms in a figure of curves: more cannot be told apart by colour
 
 
@@ -21,6 +22,7 @@ def draw_all(tables: Tables, findings: Findings, study: StudyConfig) -> dict[str
         "loss": draw_loss(tables, findings, study),
         "gaps": draw_gaps(findings),
         "sizes": draw_sizes(tables, findings, study),
+        "fidelity": draw_fidelity_curve(tables, study),
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
@@ -94,6 +96,24 @@ def draw_sizes(tables: Tables, findings: Findings, study: StudyConfig) -> Figure
     axes.set_xlabel("parameters (millions)")
     axes.set_ylabel(f"gap to {study.baseline} (%)")
     axes.legend(loc="best")
+    return figure
+
+
+def draw_fidelity_curve(tables: Tables, study: StudyConfig) -> Figure | None:
+    """Relative error of the whole gradient by tokens that the baseline's run had seen."""
+    errors = [row for row in tables.fidelity if row["gemm"] == "gradient"]
+    if not errors:
+        return None
+    figure, (axes,) = new_figure(1, height=3.0)
+    for color, recipe in zip(SERIES, FORMATS, strict=False):
+        own = [row for row in errors if row["recipe"] == recipe]
+        tokens = [row["tokens"] / 1e6 for row in own]
+        percents = [100 * row["relative_error"] for row in own]
+        axes.plot(tokens, percents, "o-", color=color, label=recipe, linewidth=1.3)
+    axes.set_yscale("log")
+    axes.set_xlabel(f"tokens trained in {study.baseline} (millions)")
+    axes.set_ylabel("error of the gradient (%)")
+    axes.legend(loc="best", fontsize=8.5)
     return figure
 
 

@@ -58,6 +58,7 @@ class Findings:
     switches: tuple[Switch, ...]
     matching: dict[str, Any]
     verdicts: tuple[Verdict, ...]
+    num_runs: int
 
     @property
     def main(self) -> str:
@@ -99,10 +100,11 @@ def find(tables: Tables, study: StudyConfig) -> Findings:
     trends = {arm: _trend(tables, by_pair, arm) for arm in others}
     switches = tuple(_switches(tables, study, gaps, main))
     matching = _matching(tables, study, losses, main)
-    verdicts = _verdicts(gaps, ablations, switches, main)
+    verdicts = _verdicts(gaps, ablations, switches, main) + _fidelity_verdicts(tables)
     return Findings(
-        sizes, arms, losses, gaps, noise, ablations, trends, switches, matching, tuple(verdicts)
-    )
+        sizes, arms, losses, gaps, noise, ablations, trends, switches, matching, tuple(verdicts),
+        len(tables.rows),
+    )  # fmt: skip
 
 
 def _noise_at(by_pair: dict[tuple[str, str], dict[int, float]], size: str) -> Noise:
@@ -217,3 +219,24 @@ def _above(difference: Estimate | None, claim: str) -> Verdict:
         return Verdict(claim, None, "no such run")
     holds = difference.mean > 0 if difference.differs else None
     return Verdict(claim, holds, f"{difference.percent()} against the paper's recipe")
+
+
+def _fidelity_verdicts(tables: Tables) -> list[Verdict]:
+    """What the gradient's fidelity says of formats, over all measured checkpoints."""
+    errors = {
+        (row["tokens"], row["recipe"], row["kind"], row["gemm"]): row["relative_error"]
+        for row in tables.fidelity
+    }
+    found = []
+    for recipe in (PRODUCTION, PAPER):
+        pairs = [
+            (error, errors[tokens, MXFP4, kind, gemm])
+            for (tokens, each, kind, gemm), error in errors.items()
+            if each == recipe and gemm != "fprop" and (tokens, MXFP4, kind, gemm) in errors
+        ]
+        claim = f"{recipe}'s gradients are closer to BF16's than MXFP4's, in every kind of linear"
+        lower = sum(ours < theirs for ours, theirs in pairs)
+        evidence = f"in {lower} of {len(pairs)} errors: kinds, Dgrad, Wgrad and whole, checkpoints"
+        if pairs:
+            found.append(Verdict(claim, lower == len(pairs), evidence))
+    return found

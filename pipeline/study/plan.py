@@ -36,7 +36,9 @@ class StudyRun:
 
 
 def plan_study(study: StudyConfig, compose: Compose, user: list[str]) -> list[StudyRun]:
-    """All runs, trunks before what is forked from them.
+    """All runs: size after size, seed after seed, trunks before what is forked from them.
+
+    So a study that is interrupted has compared all arms on the seeds that it came to.
 
     Args:
         compose: makes a configuration of overrides.
@@ -60,7 +62,8 @@ def plan_study(study: StudyConfig, compose: Compose, user: list[str]) -> list[St
                     )
                 except ConfigError as error:
                     raise ConfigError(f"study.arms.{name} at size {size}: {error}") from error
-    return list(planned.values())
+    places = list(study.sizes)
+    return sorted(planned.values(), key=lambda run: (places.index(run.size), run.seed))
 
 
 def _run(

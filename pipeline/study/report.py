@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.config import StudyConfig
+from pipeline.fidelity_report import rms
 from pipeline.report import environment, save_figures
 from pipeline.runs import write_whole
 from pipeline.study.figures import draw_all
@@ -34,6 +35,7 @@ def write_report(tables: Tables, study: StudyConfig, folder: Path) -> Findings:
             tables=tables,
             downstream=downstream(tables, findings.main),
             health=health(tables, findings.main),
+            fidelity=fidelity(tables),
             paper_tokens=PAPER_TOKENS_TO_MATCH,
             needed=findings.noise.seeds_needed(study.effect) if findings.noise.freedom else None,
             power=POWER,
@@ -45,7 +47,10 @@ def write_report(tables: Tables, study: StudyConfig, folder: Path) -> Findings:
 
 def lines(findings: Findings, study: StudyConfig) -> list[str]:
     """What the terminal says: each arm's gap, the noise, and every verdict."""
-    shown = [f"gaps to {study.baseline} at size {findings.main}, last {study.window:.0%} of steps:"]
+    shown = [
+        f"{findings.num_runs} of {study.num_runs} runs",
+        f"gaps to {study.baseline} at size {findings.main}, last {study.window:.0%} of steps:",
+    ]
     for arm in findings.arms:
         gap = findings.gaps.get((arm, findings.main))
         loss = findings.losses.get((arm, findings.main))
@@ -102,3 +107,16 @@ def health(tables: Tables, size: str) -> list[Mapping[str, Any]]:
                 }
             )  # fmt: skip
     return rows
+
+
+def fidelity(tables: Tables) -> dict[str, dict[str, float]]:
+    """At the last measured checkpoint, by recipe: each GEMM over all kinds, and the gradient."""
+    last = max((row["tokens"] for row in tables.fidelity), default=0)
+    values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in tables.fidelity:
+        if row["tokens"] == last:
+            values[row["recipe"]][row["gemm"]].append(row["relative_error"])
+    return {
+        recipe: {gemm: rms(errors) for gemm, errors in by_gemm.items()}
+        for recipe, by_gemm in values.items()
+    }

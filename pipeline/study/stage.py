@@ -12,15 +12,18 @@ from pipeline.config import Config, ConfigError, StudyConfig
 from pipeline.runs import RunFolder, root_folder, write_whole
 from pipeline.stages import tracker_safely
 from pipeline.study import tables
+from pipeline.study.fidelity import measure_fidelity
 from pipeline.study.memory import saved_bytes_per_token
 from pipeline.study.plan import Compose, StudyRun, plan_study
-from pipeline.study.queue import run_all
+from pipeline.study.queue import is_finished, run_all
 from pipeline.study.report import lines, write_report
 from pipeline.tracking import Tracker
 
 
 def run_study(config: Config, compose: Compose, user: list[str]) -> None:
-    """Bring a study to its end and report. Another call of an interrupted one goes on.
+    """Bring a study to its end and report; where it is stopped, on the runs that have finished.
+
+    Another call of an interrupted study goes on.
 
     Args:
         compose: makes a configuration of Hydra's overrides.
@@ -46,14 +49,17 @@ def run_study(config: Config, compose: Compose, user: list[str]) -> None:
     status = "FAILED"
     try:
         run_all(_below(runs, tracker), root, folder / "logs", study.parallel)
-        gathered = tables.collect(runs, root)
-        tables.write(_with_memory(gathered, runs), folder)
-        _report_of(folder, study)
-        tracker_safely(lambda: tracker.log_files(folder / "report.html", folder / "figures"))
-        csv = [folder / name for name in tables.FILES]
-        tracker_safely(lambda: tracker.log_files(*csv))
         status = "FINISHED"
     finally:
+        finished = [run for run in runs if is_finished(root, run)]
+        if finished:
+            gathered = _with_memory(tables.collect(finished, root), finished)
+            log = folder / "logs" / "fidelity.log"
+            errors = measure_fidelity(finished, study, root, log)
+            tables.write(dataclasses.replace(gathered, fidelity=tuple(errors)), folder)
+            _report_of(folder, study)
+            written = [folder / name for name in ("report.html", "figures", *tables.FILES)]
+            tracker_safely(lambda: tracker.log_files(*written))
         tracker_safely(lambda: tracker.finish(status))
 
 

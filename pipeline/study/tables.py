@@ -4,6 +4,7 @@ runs.csv    a row per run: arm, size, seed, parameters, tokens, where it was for
             of its checkpoint, held-out bits per byte by domain, accuracies by task
 curves.csv  a row per run and bin of steps: mean training loss; and per validation: held-out loss
 health.csv  a row per run, operand of a linear and statistic: its mean over time, and its last value
+fidelity.csv  a row per checkpoint of the baseline, recipe, kind of linear and GEMM: relative error
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pipeline.train.schedule import Schedule
 
 BINS = 200  # of a run's steps: enough for a curve, and few enough to commit
 TRAIN, VALIDATION = "train/loss", "validation/loss_bf16"
-FILES = ("runs.csv", "curves.csv", "health.csv")
+FILES = ("runs.csv", "curves.csv", "health.csv", "fidelity.csv")
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Tables:
-    """A study's tables. `curves[run][name]`; `health` rows are plain mappings."""
+    """A study's tables. `curves[run][name]`; `health` and `fidelity` rows are plain mappings."""
 
     rows: tuple[Row, ...]
     curves: Mapping[str, Mapping[str, Curve]]
     health: tuple[Mapping[str, Any], ...]
+    fidelity: tuple[Mapping[str, Any], ...] = ()
 
 
 def collect(runs: Sequence[StudyRun], root: Path) -> Tables:
@@ -116,7 +118,7 @@ def _health(run: StudyRun, curves: Mapping[str, Curve]) -> Iterable[dict[str, An
 
 
 def write(tables: Tables, folder: Path) -> None:
-    """The three files. The same tables give the same bytes."""
+    """The four files. The same tables give the same bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     runs = [
         {**asdict(row), "figures": json.dumps(dict(sorted(row.figures.items())))}
@@ -131,6 +133,7 @@ def write(tables: Tables, folder: Path) -> None:
     ]
     _write(folder / "curves.csv", points)
     _write(folder / "health.csv", list(tables.health))
+    _write(folder / "fidelity.csv", list(tables.fidelity))
 
 
 def read(folder: Path) -> Tables:
@@ -165,7 +168,11 @@ def read(folder: Path) -> Tables:
         }
         for each in _read(folder / "health.csv")
     ]
-    return Tables(tuple(rows), curves, tuple(health))
+    fidelity = [
+        {**each, "tokens": int(each["tokens"]), "relative_error": float(each["relative_error"])}
+        for each in _read(folder / "fidelity.csv")
+    ]
+    return Tables(tuple(rows), curves, tuple(health), tuple(fidelity))
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from pipeline.config import ArmConfig, StudyConfig
@@ -48,7 +50,18 @@ def tables(gaps: dict[str, float], noise: float = 0.0002, late: float | None = N
         }
         for layer, mean in (("a", 0.1), ("b", 0.3), ("c", 0.2))
     ]  # fmt: skip
-    return Tables(tuple(rows), curves, tuple(health))
+    return Tables(tuple(rows), curves, tuple(health), tuple(fidelity()))
+
+
+def fidelity(nvfp4: float = 0.1) -> Iterator[dict[str, object]]:
+    """Errors of two formats at two checkpoints; MXFP4's are 0.2."""
+    for tokens in (TOKENS // 2, TOKENS):
+        for recipe, error in (("nvfp4", nvfp4), ("mxfp4", 0.2)):
+            for kind, gemm in (("ffn.up", "wgrad"), ("ffn.down", "wgrad"), ("all", "gradient")):
+                yield {
+                    "tokens": tokens, "recipe": recipe, "kind": kind, "gemm": gemm,
+                    "relative_error": error,
+                }  # fmt: skip
 
 
 def _run(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from pipeline.study import tables as study_tables
+from pipeline.study.fidelity import chosen, rows_of
 from pipeline.study.findings import Findings, find
 from pipeline.study.report import health, lines, write_report
-from tests.study.synthetic import TOKENS, study, tables
+from tests.study.synthetic import TOKENS, fidelity, study, tables
 
 CLEAR = {"nvfp4": 0.003, "nvfp4_paper": 0.010, "mxfp4": 0.020, "no_rht": 0.0101}
 
@@ -74,6 +76,7 @@ def test_tables_survive_their_files_and_give_the_same_report(tmp_path: Path) -> 
     read = study_tables.read(tmp_path / "a")
     assert read.rows == made.rows
     assert read.health == made.health
+    assert read.fidelity == made.fidelity
     study_tables.write(read, tmp_path / "b")
     for name in study_tables.FILES:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
@@ -81,10 +84,17 @@ def test_tables_survive_their_files_and_give_the_same_report(tmp_path: Path) -> 
         write_report(study_tables.read(tmp_path / folder), study(), tmp_path / folder)
     page = (tmp_path / "a" / "report.html").read_text()
     assert page == (tmp_path / "b" / "report.html").read_text()
-    for part in ("What was found", "cannot be told", "+1.00%", "Late switch", "Tokens to match"):
+    for part in (
+        "What was found",
+        "cannot be told",
+        "+1.00%",
+        "Late switch",
+        "Tokens to match",
+        "20.00%",
+    ):
         assert part in page
     assert {path.stem for path in (tmp_path / "a" / "figures").iterdir()} == {
-        "loss", "gaps", "sizes",
+        "loss", "gaps", "sizes", "fidelity",
     }  # fmt: skip
 
 
@@ -95,10 +105,36 @@ def test_one_seed_claims_nothing() -> None:
     )
     findings = find(alone, study())
     assert findings.gaps["nvfp4", "main"].differs is None
-    assert all(each.holds is None for each in findings.verdicts)
+    assert all(each.holds is None for each in findings.verdicts if "BF16's" not in each.claim)
     assert any("noise unknown" in line for line in lines(findings, study()))
 
 
 def test_health_names_the_worst_layer() -> None:
     (row,) = health(tables(CLEAR), "main")
     assert (row["median"], row["worst"], row["layer"]) == (0.2, 0.3, "b")
+
+
+def test_fidelity_needs_no_seeds() -> None:
+    claim = "nvfp4's gradients are closer"
+    assert verdict(find(tables(CLEAR), study()), claim) is True
+    worse = dataclasses.replace(tables(CLEAR), fidelity=tuple(fidelity(nvfp4=0.3)))
+    assert verdict(find(worse, study()), claim) is False
+
+
+def test_fidelity_is_gathered_by_kind_of_linear() -> None:
+    def linear(error: float) -> dict:
+        gemm = {"relative_error": error}
+        return {"gemms": {"nvfp4": {"fprop": gemm, "dgrad": gemm, "wgrad": gemm}}}
+
+    linears = {"blocks.0.ffn.up": linear(3.0), "blocks.2.ffn.up": linear(4.0)}
+    whole = {"nvfp4": {"gradient": {"relative_error": 0.5}}}
+    rows = list(rows_of({"linears": linears, "recipes": whole}))
+    assert {(row["kind"], row["gemm"]) for row in rows} == {
+        ("ffn.up", "fprop"), ("ffn.up", "dgrad"), ("ffn.up", "wgrad"), ("all", "gradient"),
+    }  # fmt: skip
+    assert {row["relative_error"] for row in rows} == {3.5355, 0.5}  # the root of 12.5
+
+
+def test_checkpoints_for_fidelity_are_spread_and_end_with_the_last() -> None:
+    assert chosen([5, 9]) == [5, 9]
+    assert chosen([1, 2, 3, 4, 5, 6, 7, 8, 9]) == [3, 5, 7, 9]

@@ -8,15 +8,19 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from pipeline.compose import compose
 from pipeline.config import ArmConfig, ConfigError, PermanentError, StudyConfig, from_dict
+from pipeline.study import stage
 from pipeline.study.plan import StudyRun, plan_study
 from pipeline.study.queue import run_all
 from pipeline.study.stage import run_study
+from pipeline.study.tables import Tables
+from tests.study import synthetic
 
 SMALL = ["train=plain", "train.tokens=81920", "train.warmup_tokens=4096"]
 ARMS = {
@@ -49,6 +53,42 @@ def test_a_name_tells_the_configuration_and_nothing_else() -> None:
     assert [run.name for run in planned(parallel=3)] == before
     changed = [run.name for run in planned(overrides=("train.learning_rate=0.001",))]
     assert not set(before) & set(changed)
+
+
+def test_all_arms_have_a_seed_before_any_has_the_next() -> None:
+    arms = {**ARMS, "paper": dataclasses.replace(ARMS["paper"], num_seeds=2)}
+    order = [(run.seed, run.arm) for run in planned(arms=arms)]
+    assert [seed for seed, _ in order] == [0, 0, 0, 7, 7]
+    assert {arm for _, arm in order[:3]} == set(ARMS)
+
+
+def test_a_study_that_is_interrupted_reports_what_has_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = synthetic.tables({"nvfp4": 0.003}, late=0.002)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def collect(runs: Sequence[StudyRun], root: Path) -> Tables:
+        assert {run.arm for run in runs} == {"bf16"}
+        kept = [row for row in made.rows if (row.arm, row.size) == ("bf16", "main")][: len(runs)]
+        curves = {row.run: made.curves[row.run] for row in kept}
+        return dataclasses.replace(made, rows=tuple(kept), curves=curves)
+
+    monkeypatch.setattr(stage, "run_all", interrupt)
+    monkeypatch.setattr(stage, "is_finished", lambda _, run: run.arm == "bf16")
+    monkeypatch.setattr(stage.tables, "collect", collect)
+    monkeypatch.setattr(stage, "saved_bytes_per_token", lambda _: 1.0)
+    monkeypatch.setattr(stage, "measure_fidelity", lambda *_: [])
+    settings = {"name": "s", "arms": {n: {"overrides": arm.overrides} for n, arm in ARMS.items()}}
+    settings |= {"sizes": {"main": SMALL}, "seeds": [0, 7]}
+    settings["arms"]["late"] |= {"trunk": "paper", "fork_at": "70%"}
+    user = [f"root={tmp_path}", "tracking.offline=true"]
+    with pytest.raises(KeyboardInterrupt):
+        run_study(from_dict(compose(user) | {"study": settings}), compose, user)
+    assert "1 of 3 runs" in capsys.readouterr().out
+    assert "1 of 3 runs" in (tmp_path / "studies" / "s" / "report.html").read_text()
 
 
 def test_a_fork_leaves_its_trunk_where_a_phase_begins_and_comes_after_it() -> None:
@@ -135,7 +175,7 @@ def test_forks_wait_for_their_trunk_also_in_parallel(tmp_path: Path) -> None:
 def test_a_failure_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     with pytest.raises(PermanentError, match=r"2 runs(?s:.*)exit code 3(?s:.*)its trunk .* failed"):
         queue(tmp_path, {"paper": 3})
-    assert started(tmp_path) == ["bf16", "bf16", "paper"]
+    assert started(tmp_path) == ["bf16", "paper", "bf16"]
     assert queue(tmp_path, {}) == ["paper", "late"]
 
 

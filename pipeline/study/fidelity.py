@@ -1,0 +1,81 @@
+"""Gradient fidelity along the baseline's first run: it separates formats without luck.
+
+Where losses need seeds, the error of one step against BF16 on the same weights and batches is
+exact. It is measured at several of that run's checkpoints, as `compare fidelity` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.compare import fidelity
+from pipeline.config import StudyConfig
+from pipeline.fidelity_report import GEMMS, rms
+from pipeline.runs import RunFolder
+from pipeline.study.plan import StudyRun
+from pipeline.train import checkpoint
+from pipeline.train.schedule import Schedule
+
+CHECKPOINTS = 4  # spread evenly over the run, its last one included
+DRAWS = 8  # of each stochastic rounding: the study shows errors, not rounding's bias
+
+
+def measure_fidelity(
+    runs: Sequence[StudyRun], study: StudyConfig, root: Path, log: Path
+) -> list[dict[str, Any]]:
+    """Rows for fidelity.csv, of the first of the baseline's runs among finished ones.
+
+    A checkpoint that was measured before is not measured again.
+    """
+    run = next((run for run in runs if run.arm == study.baseline), None)
+    if run is None:
+        return []
+    folder = RunFolder(root / run.name)
+    steps = chosen(checkpoint.steps_in(folder.checkpoints))
+    files = {step: folder.fidelity / f"step-{step:08}.json" for step in steps}
+    missing = tuple(step for step, file in files.items() if not file.is_file())
+    if missing:
+        settings = dataclasses.replace(run.config.fidelity, steps=missing, num_draws=DRAWS)
+        print(f"study: fidelity at steps {', '.join(map(str, missing))} of {run.name}", flush=True)
+        with log.open("a") as out, contextlib.redirect_stdout(out):
+            fidelity(dataclasses.replace(run.config, fidelity=settings), folder)
+    per_step = Schedule.of(run.config.train, tuple(run.config.data.sources)).tokens_per_step
+    return [
+        {"tokens": step * per_step, **row}
+        for step, file in files.items()
+        for row in rows_of(json.loads(file.read_text()))
+    ]
+
+
+def chosen(steps: Sequence[int]) -> list[int]:
+    """At most `CHECKPOINTS` of the steps, evenly spread, the last one included."""
+    if len(steps) <= CHECKPOINTS:
+        return list(steps)
+    places = np.linspace(0, len(steps) - 1, CHECKPOINTS + 1)[1:]
+    return [steps[round(place)] for place in places]
+
+
+def rows_of(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A row per recipe, kind of linear and GEMM, and one for the recipe's whole gradient.
+
+    A kind is a linear's name within its block; its error is the root mean square over blocks.
+    """
+    errors: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for name, linear in result["linears"].items():
+        kind = name.split(".", 2)[-1]
+        for recipe, gemms in linear["gemms"].items():
+            for gemm in GEMMS:
+                errors[recipe, kind, gemm].append(gemms[gemm]["relative_error"])
+    for recipe, each in result["recipes"].items():
+        errors[recipe, "all", "gradient"] = [each["gradient"]["relative_error"]]
+    for (recipe, kind, gemm), values in errors.items():
+        error = float(f"{rms(values):.5g}")
+        yield {"recipe": recipe, "kind": kind, "gemm": gemm, "relative_error": error}
