@@ -1,61 +1,74 @@
 """What the pipeline costs around a step: speed of a run through Ray Train over that of a bare loop.
 
 Method: the tiny model of conf/model in emulated NVFP4, two micro-batches of 4 rows of 256 tokens a
-step, FP32 activations, one thread. Both run in processes of their own:
+step, FP32 activations, one thread. Two processes take the same steps on the same rows:
 
-    bare       a loop over tensors in memory: forward, backward, norm, clipping, AdamW; no Ray, no
+    bare       a loop over batches in memory: forward, backward, norm, clipping, AdamW; no Ray, no
                reader, no records
     pipeline   `train_on_workers` with one Ray worker: the reader, records of each step, all checks;
                no validation and no checkpoint in the measured steps
 
-They alternate in `--rounds`; the first steps of each are left out; the median step counts.
+When both are warm they take turns of some seconds: one is stopped, with all that it has started
+(SIGSTOP), while the other goes on, so that both meet the same machine. Steps that lie within a turn
+count; the ratio of two neighbouring turns is that of their medians.
 
-    ratios   pipeline_vs_bare_loop = bare's seconds / pipeline's, a step (goal: at least 0.97)
+    ratios   pipeline_vs_bare_loop = bare's seconds / pipeline's, a step: the median over pairs of
+             turns (goal: at least 0.97)
 
-    python benchmarks/loop_overhead.py [--json] [--rounds 3] [--steps 24]
+    python benchmarks/loop_overhead.py [--json] [--pairs 6] [--seconds 5]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, replace
-from itertools import pairwise
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from model import HybridModel, ModelConfig
+from benchmarks.report import show
 from pipeline.config import Config, PhaseConfig, from_dict
+from pipeline.data.shards import open_corpus
+from pipeline.data.stream import Batch, MixtureStream
 from pipeline.runs import RunFolder
-from pipeline.train.build import build_recipe
+from pipeline.train.build import build_mixture
+from pipeline.train.feed import requests_of
 from pipeline.train.metrics import read_records
 from pipeline.train.optim import build_optimizer
-from quant import apply_recipe
+from pipeline.train.parallel import Rank
+from pipeline.train.schedule import Schedule
+from pipeline.train.trainable import build_trainable
 
-LENGTH, ROWS, MICRO_BATCHES, LEFT_OUT = 256, 4, 2, 4
+LENGTH, ROWS, MICRO_BATCHES, WARM_UP = 256, 4, 2, 4
 STEP_TOKENS = LENGTH * ROWS * MICRO_BATCHES
+STEPS = 10_000  # more than are ever taken
+IN_MEMORY = 60  # steps whose batches the bare loop holds
+PATIENCE = 300.0  # seconds until both are warm
 
 
-def config_of(root: Path, steps: int) -> Config:
+def config_of(root: Path) -> Config:
     with initialize_config_module("conf", version_base="1.3"):
         raw: Any = OmegaConf.to_container(compose("config"), resolve=True)
     config = from_dict(raw)
     train = replace(
-        config.train, tokens=steps * STEP_TOKENS, sequence_length=LENGTH, micro_batch=ROWS,
+        config.train, tokens=STEPS * STEP_TOKENS, sequence_length=LENGTH, micro_batch=ROWS,
         global_batch=ROWS * MICRO_BATCHES, phases=(PhaseConfig(blend={"text": 1.0}),),
         warmup_tokens=0, checkpoint_every_tokens=0, validate_every_tokens=0,
         statistics_every_steps=0,
@@ -65,44 +78,101 @@ def config_of(root: Path, steps: int) -> Config:
     return replace(config, root=str(root), train=train, data=data, cluster=cluster)
 
 
-def bare(config: Config, steps: int) -> list[float]:
-    """Seconds of each step."""
-    model = HybridModel(ModelConfig.from_dict(asdict(config.model)))
-    blocks = len(config.model.pattern)
-    precision = apply_recipe(model, build_recipe(config), num_blocks=blocks, seed=0)
+def bare(config: Config, folder: Path) -> None:
+    """Steps without an end; the time after each goes to a file."""
+    torch.set_num_threads(1)
+    trainable = build_trainable(config, torch.device("cpu"))
+    model, precision = trainable.model, trainable.precision
     optimizer = build_optimizer(model, config.train)
-    generator = torch.Generator().manual_seed(0)
-    shape = (steps, MICRO_BATCHES, ROWS, LENGTH + 1)
-    tokens = torch.randint(1, config.model.vocab_size, shape, generator=generator)
-    documents = torch.zeros(ROWS, LENGTH, dtype=torch.int32)
-    seconds = []
-    for step in range(steps):
-        start = time.perf_counter()
-        for i in range(MICRO_BATCHES):
-            precision.begin(step, i)
-            loss, _ = model.loss(tokens[step, i, :, :-1], tokens[step, i, :, 1:], documents)
-            (loss / STEP_TOKENS).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        seconds.append(time.perf_counter() - start)
-    return seconds
+    with (folder / "bare").open("w", buffering=1) as times:
+        for step, batches in enumerate(cycle(batches_of(config, folder / "corpus"))):
+            for i, batch in enumerate(batches):
+                precision.begin(step, i)
+                loss, _ = model.loss(batch.tokens_BT, batch.labels_BT, batch.seq_idx_BT)
+                (loss / STEP_TOKENS).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            times.write(f"{time.time()}\n")
 
 
-def pipeline(config: Config, dataset: Path) -> list[float]:
-    """Seconds from each step's record to the next one's."""
+def batches_of(config: Config, corpus: Path) -> list[list[Batch]]:
+    """The micro-batches of the first steps of the plan."""
+    dataset = open_corpus(config.data, corpus)
+    schedule = Schedule.of(config.train, ("text",))
+    mixture = build_mixture(config, schedule, dataset)
+    stream = MixtureStream(dataset, mixture, schedule.unit_length, across_documents=False)
+    requests = [r for step in range(IN_MEMORY) for r in requests_of(schedule, ROWS, Rank(), step)]
+    found = stream.iterate(iter(requests), prefetch_bytes=2**28, executor="mmap", pin=False)
+    return [list(islice(found, MICRO_BATCHES)) for _ in range(IN_MEMORY)]
+
+
+def pipeline(config: Config, folder: Path) -> None:
+    """A run without an end; the time of each step is in its records."""
     from pipeline.ray_session import ray_session
     from pipeline.train.driver import train_on_workers
 
-    run = RunFolder(Path(config.root) / f"run-{time.time_ns()}")
-    run.path.mkdir(parents=True)
     with ray_session():
-        train_on_workers(config, run, dataset)
-    times = [item["time"] for item, _ in read_records(run.metrics) if item["kind"] == "train"]
-    return [after - before for before, after in pairwise(times)]
+        train_on_workers(config, RunFolder(folder / "run"), folder / "corpus")
 
 
-def write_dataset(folder: Path, vocab_size: int) -> Path:
+def times_of(name: str, folder: Path) -> list[float]:
+    """When each step ended, so far."""
+    if name == "bare":
+        file = folder / "bare"
+        lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+        return [float(line) for line in lines if line.endswith("\n")]
+    records = read_records(RunFolder(folder / "run").metrics)
+    return [item["time"] for item, _ in records if item["kind"] == "train"]
+
+
+def take_turns(
+    processes: Mapping[str, psutil.Process], folder: Path, pairs: int, seconds: float
+) -> dict[str, list[list[float]]]:
+    """Seconds of the steps of each turn. The processes stand still before and after it."""
+    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in processes}
+    for _ in range(pairs):
+        for name, process in processes.items():
+            began = time.time()
+            send(process, signal.SIGCONT)
+            time.sleep(seconds)
+            send(process, signal.SIGSTOP)
+            turns[name].append((began, time.time()))
+    return {
+        name: [
+            [after - before for before, after in pairwise(ends) if start <= before and after <= end]
+            for start, end in turns[name]
+        ]
+        for name in turns
+        for ends in [times_of(name, folder)]
+    }
+
+
+def warmed_up(name: str, folder: Path) -> psutil.Popen:
+    """A process that has taken its first steps, and stands still."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
+    command = [sys.executable, __file__, "--one", name, "--folder", str(folder)]
+    process = psutil.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+    deadline = time.monotonic() + PATIENCE
+    while len(times_of(name, folder)) < WARM_UP:
+        if process.poll() is not None or time.monotonic() > deadline:
+            send(process, signal.SIGKILL)
+            raise RuntimeError(f"{name}: no {WARM_UP} steps in {PATIENCE:.0f} s")
+        time.sleep(0.2)
+    send(process, signal.SIGSTOP)
+    return process
+
+
+def send(process: psutil.Process, number: int) -> None:
+    """A signal to a process and to all that it started."""
+    for one in [*process.children(recursive=True), process]:
+        try:
+            one.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
+
+
+def write_corpus(folder: Path, vocab_size: int) -> None:
     """Random documents, some 1,200 units of them."""
     from tests.data import corpora
 
@@ -111,7 +181,22 @@ def write_dataset(folder: Path, vocab_size: int) -> Path:
     documents = [
         np.append(generator.integers(1, vocab_size, 600), 0).astype(np.int64) for _ in range(500)
     ]
-    return corpora.write_corpus(folder, {"text": documents}, holdout=documents[:30])
+    corpora.write_corpus(folder / "corpus", {"text": documents}, holdout=documents[:30])
+
+
+def measure(pairs: int, seconds: float) -> dict[str, list[list[float]]]:
+    processes: dict[str, psutil.Popen] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_corpus(folder, config_of(folder).model.vocab_size)
+        RunFolder(folder / "run").path.mkdir()
+        try:
+            for one in ("pipeline", "bare"):
+                processes[one] = warmed_up(one, folder)
+            return take_turns(processes, folder, pairs, seconds)
+        finally:
+            for process in processes.values():
+                send(process, signal.SIGKILL)
 
 
 def main() -> None:
@@ -119,50 +204,41 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--pairs", type=int, default=6, help="turns of each")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a turn")
     parser.add_argument("--one", choices=("bare", "pipeline"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        torch.set_num_threads(1)
-        config = config_of(arguments.folder, arguments.steps)
-        made = (
-            bare(config, arguments.steps)
-            if arguments.one == "bare"
-            else pipeline(config, arguments.folder / "corpus")
-        )
-        (arguments.folder / "seconds.json").write_text(json.dumps(made[LEFT_OUT:]))
+        run = bare if arguments.one == "bare" else pipeline
+        run(config_of(arguments.folder), arguments.folder)
         return
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    seconds: dict[str, list[float]] = {"bare": [], "pipeline": []}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_dataset(folder / "corpus", config_of(folder, 1).model.vocab_size)
-        for _ in range(arguments.rounds):
-            for one, found in seconds.items():
-                subprocess.run(
-                    [sys.executable, __file__, "--one", one, "--folder", name,
-                     "--steps", str(arguments.steps)],
-                    check=True, stdout=subprocess.DEVNULL, env=environment,
-                )  # fmt: skip
-                found += json.loads((folder / "seconds.json").read_text())
-    median = {one: statistics.median(found) for one, found in seconds.items()}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leave no process behind
+    turns = measure(arguments.pairs, arguments.seconds)
+    medians = {name: [statistics.median(turn) for turn in of_one] for name, of_one in turns.items()}
+    of_pairs = [b / p for b, p in zip(medians["bare"], medians["pipeline"], strict=True)]
     rows = [
-        {"name": one, "milliseconds_a_step": round(1e3 * value, 1),
+        {"name": name, "milliseconds_a_step": round(1e3 * value, 1), "steps": sum(map(len, found)),
          "tokens_per_second": round(STEP_TOKENS / value)}
-        for one, value in median.items()
+        for name, found in turns.items()
+        for value in [statistics.median(medians[name])]
     ]  # fmt: skip
-    ratios = {"pipeline_vs_bare_loop": round(median["bare"] / median["pipeline"], 3)}
-    machine = f"{platform.machine()}, one thread, torch {torch.__version__}"
-    if arguments.json:
-        print(json.dumps({"machine": machine, "rows": rows, "ratios": ratios}))
-        return
-    print(__doc__)
-    print(machine)
-    for row in rows:
-        print(f"{row['name']:10}{row['milliseconds_a_step']:>10} ms{row['tokens_per_second']:>9}/s")
-    print(f"pipeline_vs_bare_loop = {ratios['pipeline_vs_bare_loop']}")
+    result = {
+        "machine": f"{platform.machine()}, one thread, torch {torch.__version__}",
+        "rows": rows,
+        "ratios": {"pipeline_vs_bare_loop": round(statistics.median(of_pairs), 3)},
+    }
+    show(
+        __doc__,
+        result,
+        f"{'':10}{'ms a step':>12}{'tokens/s':>10}{'steps':>8}",
+        lambda row: (
+            f"{row['name']:10}{row['milliseconds_a_step']:>12}{row['tokens_per_second']:>10}"
+            f"{row['steps']:>8}"
+        ),
+        [f"pairs of turns: {', '.join(f'{ratio:.3f}' for ratio in of_pairs)}"],
+        as_json=arguments.json,
+    )
 
 
 if __name__ == "__main__":

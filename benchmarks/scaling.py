@@ -91,7 +91,8 @@ def stepper(trainable: Trainable, batch: int) -> Callable[[int], float]:
     optimizer = build_optimizer(trainable.model, default_config().train)
     optimizer.register_step_post_hook(trainable.changed)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(1, 4096, (2, batch // 2, LENGTH + 1), generator=generator)
+    vocabulary = trainable.model.config.vocab_size
+    tokens = torch.randint(1, vocabulary, (2, batch // 2, LENGTH + 1), generator=generator)
     documents = torch.zeros(batch // 2, LENGTH, dtype=torch.int32)
     source = torch.zeros(batch // 2, dtype=torch.int64)
     micro_batches = [

@@ -150,6 +150,13 @@ class Schedule:
         rates = self.learning_rates(np.arange(first, until_step)).astype("<f8")
         return hashlib.sha256(head.encode() + rates.tobytes()).hexdigest()
 
+    def crosses(self, step: int, every_tokens: int) -> bool:
+        """Whether the step before `step` crossed a multiple of `every_tokens` (0: never)."""
+        if not every_tokens:
+            return False
+        tokens = step * self.tokens_per_step
+        return tokens // every_tokens > (tokens - self.tokens_per_step) // every_tokens
+
     def until(self, step: int) -> tuple[Phase, ...]:
         """The phases of the steps before `step`, the last one cut there."""
         return tuple(

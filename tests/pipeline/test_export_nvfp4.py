@@ -28,8 +28,17 @@ from pipeline.export.stage import export
 from pipeline.hf_folder import read_tensors
 from pipeline.runs import RunFolder
 from pipeline.stages import dataset_folder
+from pipeline.train import build
 from pipeline.trained import find_checkpoint, load_model
-from quant import NVFP4, Precision, QuantizedTensor, apply_recipe, named_recipe
+from quant import (
+    NVFP4,
+    NVFP4_2D,
+    Precision,
+    QuantizedTensor,
+    apply_recipe,
+    named_recipe,
+    quantize,
+)
 from quant.formats import Format
 from tests.pipeline.exported import trained_run, with_export
 
@@ -108,6 +117,28 @@ def test_the_public_package_decodes_to_what_training_multiplied(
         compared += 1
     assert compared == record["packed_linears"] == 8
     assert record["check"]["values_that_differ"] == 0
+
+
+def test_codes_of_a_run_in_bf16_are_of_weights_rounded_as_its_forward_pass_rounds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "compute_dtype", lambda device: torch.bfloat16)  # as on a GPU
+        config, run = trained_run(tmp_path)
+    model, precision = loaded(config, run)
+    inputs = dict.fromkeys(precision.layers, torch.tensor(1.0))
+    packed = pack_linears(model.config, precision, inputs).packed
+    differing = 0
+    for theirs, parts in linear_rows(model.config).items():
+        layer = precision.layers[parts[0].linear]
+        of_rounded, of_whole = (
+            quantize(weight, NVFP4_2D).codes[parts[0].start : parts[0].end]
+            for weight in (layer.weight.detach().bfloat16(), layer.weight.detach())
+        )
+        if theirs in packed:
+            assert torch.equal(packed[theirs].weight.codes[: len(of_rounded)], of_rounded), theirs
+            differing += int((of_rounded != of_whole).sum())
+    assert differing  # else nothing would show
 
 
 @pytest.mark.parametrize("layout", [COMPRESSED_TENSORS, MODELOPT])

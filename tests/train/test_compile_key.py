@@ -26,10 +26,10 @@ def test_blocks_are_compiled_when_asked_and_the_start_says_so(
 ) -> None:
     config = configuration(tmp_path, 2, compile=compiled)
     trainer = Trainer(config, start(config, "run"), dataset, "cpu")
-    assert trainer.model.compiled_by == ("inductor" if compiled else None)
+    assert trainer.setup.trainable.model.compiled_by == ("inductor" if compiled else None)
     opened = Dataset.open(dataset)
     lines = describe_training(config, opened, schedule_of(config, None))["lines"]
-    for kind, path in trainer.model.paths().items():
+    for kind, path in trainer.setup.trainable.model.paths().items():
         (line,) = [line for line in lines if line.split()[0] == kind]
         assert path in line
         assert ("compiled" in line) == compiled

@@ -100,14 +100,14 @@ class Recorder:
         self.labels: dict[int, torch.Tensor] = {}
         self.tokens: dict[int, torch.Tensor] = {}
         self.keys: list[int] = []
-        on_device, begin = trainer._on_device, trainer.precision.begin
+        on_device, begin = trainer._on_device, trainer.setup.trainable.precision.begin
 
         def noted(batch: object) -> object:
             moved = on_device(batch)  # type: ignore
             for name, value in (("labels", moved.labels_BT), ("tokens", moved.tokens_BT)):
-                former = getattr(self, name).get(trainer.step)
+                former = getattr(self, name).get(trainer.progress.step)
                 whole = value if former is None else torch.cat([former, value])
-                getattr(self, name)[trainer.step] = whole
+                getattr(self, name)[trainer.progress.step] = whole
             return moved
 
         def begun(step: int, micro_batch: int) -> None:
@@ -115,7 +115,7 @@ class Recorder:
             begin(step, micro_batch)
 
         trainer._on_device = noted  # type: ignore
-        trainer.precision.begin = begun  # type: ignore
+        trainer.setup.trainable.precision.begin = begun  # type: ignore
 
 
 def test_a_skipped_step_changes_no_weight_and_moves_no_later_one(
@@ -199,10 +199,10 @@ def test_a_blocked_shard_weighs_nothing_from_the_resume_on(tmp_path: Path, datas
     lost = 0
     for step in range(3, STEPS):
         units = np.arange(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH)
-        sources, rows = trainer.mixture.locate(units)
+        sources, rows = trainer.setup.mixture.locate(units)
         for unit, (source, row) in enumerate(zip(sources.tolist(), rows.tolist(), strict=True)):
-            name = trainer.mixture.names[source]
-            touched = shards.shards_of_unit(name, row, trainer.schedule.unit_length)
+            name = trainer.setup.mixture.names[source]
+            touched = shards.shards_of_unit(name, row, trainer.setup.schedule.unit_length)
             nothing = bool((seen.labels[step][unit] == IGNORED).all())
             assert nothing == (not blocked.isdisjoint(touched))
             lost += nothing

@@ -89,10 +89,10 @@ def test_the_ids_after_a_resume_at_any_step_are_those_of_the_whole_run(
     phases = (PhaseConfig(), PhaseConfig(start="50%", sequence_length=4))
     config = configuration(tmp_path, 12, phases=phases)
     trainer = Trainer(config, start(config, "run"), dataset, "cpu")
-    whole = [[b.tokens_BT.clone() for b in step] for step in trainer.feed.steps(0, ())]
+    whole = [[b.tokens_BT.clone() for b in step] for step in trainer.setup.feed.steps(0, ())]
     assert [len(step[0][0]) for step in whole] == [LENGTH] * 6 + [4] * 6
     for first in range(12):
-        found = list(trainer.feed.steps(first, ()))
+        found = list(trainer.setup.feed.steps(first, ()))
         assert len(found) == 12 - first
         for batches, expected in zip(found, whole[first:], strict=True):
             assert [b.tokens_BT.tolist() for b in batches] == [e.tolist() for e in expected]
@@ -103,13 +103,13 @@ def test_units_other_than_those_due_are_refused(
 ) -> None:
     config = configuration(tmp_path, STEPS)
     trainer = Trainer(config, start(config, "run"), dataset, "cpu")
-    read = trainer.stream.iterate
+    read = trainer.setup.feed.stream.iterate
 
     def repeated(requests, **settings):  # type: ignore
         for number, batch in enumerate(read(requests, **settings)):
             yield batch if number != 5 else dataclasses.replace(batch, first_unit=8)
 
-    monkeypatch.setattr(trainer.stream, "iterate", repeated)
+    monkeypatch.setattr(trainer.setup.feed.stream, "iterate", repeated)
     with pytest.raises(WrongUnitsError, match="step 2: 2 units from 8 on came where 2 from 10"):
         trainer.fit()
 
@@ -125,12 +125,12 @@ def flip(path: Path) -> None:
 
 def first_step_with(trainer: Trainer, damage: Callable[[Path], None], folder: Path) -> str:
     """Damage a shard whose damaged part is met late enough. Returns its name."""
-    for name in sorted(trainer.dataset.shard_names):
+    for name in sorted(trainer.setup.dataset.shard_names):
         raw = (folder / name).read_bytes()
         damage(folder / name)
         steps = [
             step
-            for step, batches in enumerate(trainer.feed.steps(0, ()))
+            for step, batches in enumerate(trainer.setup.feed.steps(0, ()))
             if any(batch.damaged for batch in batches)
         ]
         if steps and 3 <= steps[0] <= STEPS - 2:
@@ -149,7 +149,7 @@ def damaged(tmp_path: Path) -> tuple[Path, str, int, bytes]:
     name = first_step_with(trainer, flip, folder)
     met = [
         step
-        for step, batches in enumerate(trainer.feed.steps(0, ()))
+        for step, batches in enumerate(trainer.setup.feed.steps(0, ()))
         if any(batch.damaged for batch in batches)
     ]
     return folder, name, met[0], sound[name]
@@ -184,15 +184,19 @@ def test_a_skipped_shard_weighs_nothing_from_the_step_that_met_it_also_once_it_i
     (folder / name).write_bytes(sound)
     trainer = train(config, resumed, folder)
     assert same_bits(tensors_of(straight), tensors_of(resumed))
-    assert trainer.exclusions.damaged == ((name, met),)
-    blocked = trainer.exclusions.blocked(met)
-    for batches in trainer.feed.steps(met, ()):
+    assert trainer.progress.exclusions.damaged == ((name, met),)
+    blocked = trainer.progress.exclusions.blocked(met)
+    for batches in trainer.setup.feed.steps(met, ()):
         for batch in batches:
-            silent = (trainer.stream.without_shards(batch, blocked).labels_BT == IGNORED).all(1)
-            _, rows = trainer.mixture.locate(np.arange(batch.first_unit, batch.first_unit + 2))
+            silent = (
+                trainer.setup.feed.stream.without_shards(batch, blocked).labels_BT == IGNORED
+            ).all(1)
+            _, rows = trainer.setup.mixture.locate(
+                np.arange(batch.first_unit, batch.first_unit + 2)
+            )
             for unit, row in enumerate(rows.tolist()):
-                source = trainer.mixture.names[batch.source_B[unit]]
-                touched = trainer.dataset.shards_of_unit(source, row, LENGTH)
+                source = trainer.setup.mixture.names[batch.source_B[unit]]
+                touched = trainer.setup.dataset.shards_of_unit(source, row, LENGTH)
                 assert bool(silent[unit]) == (name in touched)
 
 
@@ -218,11 +222,11 @@ def test_all_ranks_leave_out_what_one_of_them_met(
 ) -> None:
     config = configuration(tmp_path, STEPS)
     trainer = Trainer(config, start(config, "run"), dataset, "cpu")
-    batches = next(trainer.feed.steps(0, ()))
-    assert trainer.feed.damaged(batches) == frozenset()
+    batches = next(trainer.setup.feed.steps(0, ()))
+    assert trainer.setup.feed.damaged(batches) == frozenset()
     monkeypatch.setattr(feed, "all_reduce", lambda met: met.add_(1))
     monkeypatch.setattr(feed, "gathered", lambda own: [own, frozenset({"prose-00001.tokens"})])
-    assert trainer.feed.damaged(batches) == {"prose-00001.tokens"}
+    assert trainer.setup.feed.damaged(batches) == {"prose-00001.tokens"}
 
 
 def test_what_each_step_waited_for_data_is_logged(tmp_path: Path, dataset: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_changed_blend_begins_at_the_fork_and_goes_on_with_each_source_s_rows(
 ) -> None:
     phases = (PhaseConfig(blend={"code": 0.25, "prose": 0.75}),)
     config, child = child_of(parent, "prose", 12, phases=phases)
-    mixture = train(config, child, dataset).mixture
+    mixture = train(config, child, dataset).setup.mixture
     undisturbed = configuration(parent.path.parent, 30)  # of the parent's blend to the end
     former = build_mixture(undisturbed, schedule_of(undisturbed, None), Dataset.open(dataset))
     units = np.arange(FORK * GLOBAL_BATCH)

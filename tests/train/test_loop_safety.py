@@ -13,9 +13,10 @@ import pytest
 
 from pipeline.config import ConfigError
 from pipeline.runs import RunFolder
-from pipeline.train import checkpoint, loop
+from pipeline.train import checkpoint, loop, stopping
 from pipeline.train.checkpoint import CheckpointError
-from pipeline.train.loop import TooManySkippedStepsError, Trainer
+from pipeline.train.guards import TooManySkippedStepsError
+from pipeline.train.loop import Trainer
 from pipeline.train.metrics import read_records
 from pipeline.train.step import StepResult
 from tests.train.tiny import configuration, corpus, curve_of, same_bits, start, tensors_of, train
@@ -163,7 +164,7 @@ def test_a_request_to_stop_ends_after_the_step_with_a_checkpoint_of_it(
 def test_notice_of_a_preemption_saves_and_goes_on(
     tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "PREEMPTION_SECONDS", 0.0)
+    monkeypatch.setattr(stopping, "PREEMPTION_SECONDS", 0.0)
     asked: list[bool] = []
 
     def preempted() -> bool:

@@ -92,7 +92,7 @@ def elastic_part(folder: Path) -> None:
         result = timed(trainer, batches)
         units = [batch.first_unit for batch in batches]
         with seen.open("a") as file:
-            file.write(json.dumps([trainer.step, units]) + "\n")
+            file.write(json.dumps([trainer.progress.step, units]) + "\n")
         return result
 
     config = config_of(folder, ELASTIC[part][1])

@@ -63,7 +63,7 @@ def weights(model: HybridModel) -> dict[str, Tensor]:
 
 def restored(config: Config, run: RunFolder, dataset: Path) -> Trainer:
     trainer = Trainer(config, run, dataset, "cpu")
-    trainer._restore()
+    trainer.progress.restore(trainer.setup)
     return trainer
 
 
@@ -81,12 +81,12 @@ def test_training_begins_with_the_source_s_weights_and_its_own_rest(
     config = warm(run, wanted)
     trainer = restored(config, begin(config, f"from-{form}"), dataset_of(run))
     then = {n: t for n, t in tensors_of(run).items() if n.startswith("model/")}
-    now = weights(trainer.model)
+    now = weights(trainer.setup.trainable.model)
     assert then.keys() == now.keys()
     assert all(torch.equal(then[name], now[name]) for name in then)
-    assert trainer.step == 0
-    assert not trainer.optimizer.state
-    assert trainer.schedule.learning_rate(0) < trainer.schedule.learning_rate(1)
+    assert trainer.progress.step == 0
+    assert not trainer.setup.optimizer.state
+    assert trainer.setup.schedule.learning_rate(0) < trainer.setup.schedule.learning_rate(1)
 
 
 def test_an_older_step_of_the_source_can_be_named(source: tuple[Config, RunFolder]) -> None:
@@ -94,7 +94,7 @@ def test_an_older_step_of_the_source_can_be_named(source: tuple[Config, RunFolde
     config = warm(run, f"{run.id}@2")
     trainer = restored(config, begin(config, "from-step-2"), dataset_of(run))
     name = "model/blocks.1.ffn.up.weight"
-    assert torch.equal(weights(trainer.model)[name], tensors_of(run, 2)[name])
+    assert torch.equal(weights(trainer.setup.trainable.model)[name], tensors_of(run, 2)[name])
     assert not torch.equal(tensors_of(run, 2)[name], tensors_of(run)[name])
 
 
@@ -140,7 +140,7 @@ def test_once_it_has_a_checkpoint_the_source_is_not_read_again(
     shutil.rmtree(copy)
     _check_warm_start(config, new)
     trainer = restored(config, new, dataset_of(run))
-    assert trainer.step == 4
+    assert trainer.progress.step == 4
 
 
 def test_a_folder_saved_by_transformers_is_read(
@@ -153,7 +153,7 @@ def test_a_folder_saved_by_transformers_is_read(
     config = warm(run, str(tmp_path / "theirs"))
     trainer = restored(config, begin(config, "from-transformers"), dataset_of(run))
     name = "model/blocks.0.mamba.in_dt.weight"
-    assert torch.equal(weights(trainer.model)[name], tensors_of(run)[name])
+    assert torch.equal(weights(trainer.setup.trainable.model)[name], tensors_of(run)[name])
 
 
 @pytest.mark.parametrize(

@@ -102,10 +102,10 @@ def train(config: Config, run: RunFolder, dataset: Path) -> Trainer:
 def train_until(config: Config, run: RunFolder, dataset: Path, step: int) -> None:
     """Train, and stop after `step` steps with a checkpoint, as a request to stop does."""
     trainer = Trainer(config, run, dataset, "cpu")
-    signals = trainer._signals
-    trainer._signals = lambda: (1.0, 0.0) if trainer.step + 1 == step else signals()  # type: ignore
+    own = trainer.signals.own
+    trainer.signals.own = lambda: (1.0, 0.0) if trainer.progress.step + 1 == step else own()  # type: ignore
     assert trainer.fit()["stopped"]
-    assert trainer.step == step
+    assert trainer.progress.step == step
 
 
 def tensors_of(run: RunFolder, step: int | None = None) -> dict[str, Tensor]:
