@@ -56,7 +56,6 @@ class DomainLoss:
         return self.nats_sum / (math.log(2) * self.bytes)
 
 
-@torch.no_grad()
 def domain_loss(
     model: nn.Module, rows: Rows, token_bytes: np.ndarray, batch_size: int = 32
 ) -> DomainLoss:
@@ -72,20 +71,26 @@ def domain_loss(
     Raises:
         ValueError: when no position of the rows predicts a token that stands for text.
     """
-    tokens, num_bytes = _predicted(rows.labels_BT, token_bytes)
+    tokens, num_bytes = tokens_and_bytes(rows.labels_BT, token_bytes)
+    count = -(-len(rows.tokens_BT) // batch_size)
+    return DomainLoss(
+        sum(batch_nats(model, rows, i, batch_size) for i in range(count)), tokens, num_bytes
+    )
+
+
+@torch.no_grad()
+def batch_nats(model: nn.Module, rows: Rows, index: int, batch_size: int) -> float:
+    """Summed negative log-likelihood (nats) of the rows' batch of that number, in eval mode."""
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    nats = 0.0
-    for start in range(0, len(rows.tokens_BT), batch_size):
-        part = slice(start, start + batch_size)
-        labels_BT = rows.labels_BT[part].to(device)
-        losses_BT = model.token_losses(  # type: ignore[operator]
-            rows.tokens_BT[part].to(device), labels_BT, rows.seq_idx_BT[part].to(device)
-        )
-        nats += losses_BT[labels_BT != IGNORED].double().sum().item()
+    part = slice(index * batch_size, (index + 1) * batch_size)
+    labels_BT = rows.labels_BT[part].to(device)
+    losses_BT = model.token_losses(  # type: ignore[operator]
+        rows.tokens_BT[part].to(device), labels_BT, rows.seq_idx_BT[part].to(device)
+    )
     model.train(was_training)
-    return DomainLoss(nats, tokens, num_bytes)
+    return losses_BT[labels_BT != IGNORED].double().sum().item()
 
 
 def document_loss(
@@ -118,7 +123,7 @@ def document_loss(
     return DomainLoss(nats, tokens, sum(num_bytes) - given)
 
 
-def _predicted(labels_BT: Tensor, token_bytes: np.ndarray) -> tuple[int, int]:
+def tokens_and_bytes(labels_BT: Tensor, token_bytes: np.ndarray) -> tuple[int, int]:
     """The number of predicted tokens and the bytes of text that they stand for."""
     predicted = predicted_ids(labels_BT)
     num_bytes = int(token_bytes[predicted].sum())

@@ -19,10 +19,14 @@ Legend: R rows, C columns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from quant.quantize import QuantizedTensor, dequantize
+
+Sums = dict[str, Tensor]  # name -> [numerator, denominator], FP64
 
 
 class Statistics:
@@ -40,7 +44,7 @@ class Statistics:
         self.active = False
         self._requested = False
         self._step: int | None = None
-        self._sums: dict[str, Tensor] = {}  # name -> [numerator, denominator], float64
+        self._sums: Sums = {}
 
     def request(self) -> None:
         """Take statistics during the next step that begins."""
@@ -78,7 +82,9 @@ class Statistics:
         }
         for name, (mask, total) in counts.items():
             self._add(f"{layer}/{role}/{name}", mask.sum(), total)
-        self._add(f"{layer}/{role}/error", error.double().square().sum(), x.double().square().sum())
+        # In FP32, so that FP64 sums of them are exact in any order.
+        squares = (error.double().square().sum().float(), x.double().square().sum().float())
+        self._add(f"{layer}/{role}/error", *squares)
 
     def weight_gradient(self, layer: str, dw_NK: Tensor) -> None:
         """Count the exact zeros of one micro-batch's weight gradient."""
@@ -90,17 +96,17 @@ class Statistics:
         )
         self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
-    def collect(self) -> dict[str, float]:
+    def collect(self, total: Callable[[Sums], Sums] = lambda own: own) -> dict[str, float]:
         """`{"layer/role/stat": value}` of the last step that took them; empty where none did.
 
-        Reads from the device, once, and clears.
+        Reads from the device, once, and clears. total: adds up what several ranks have; called
+        where the step under way takes statistics, on each of them.
         """
-        names, sums = list(self._sums), list(self._sums.values())
-        self._sums = {}
-        if not names:
+        sums, self._sums = total(self._sums) if self.active else self._sums, {}
+        if not sums:
             return {}
-        rows: list[list[float]] = torch.stack(sums).tolist()
-        return {name: _finish(name, *row) for name, row in zip(names, rows, strict=True)}
+        rows: list[list[float]] = torch.stack(list(sums.values())).tolist()
+        return {name: _finish(name, *row) for name, row in zip(sums, rows, strict=True)}
 
 
 def _finish(name: str, numerator: float, denominator: float) -> float:

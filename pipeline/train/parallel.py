@@ -69,6 +69,17 @@ def reduce_gradients(gradients: list[Tensor], group: Group = None) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
+def summed_by_name(own: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Sums over ranks of FP64 pairs on `device`. Their names are rank 0's; a rank may have none."""
+    names = from_rank_0(list(own))
+    if not names or not several():
+        return own
+    nothing = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.stack([own.get(name, nothing) for name in names])
+    all_reduce(sums)
+    return dict(zip(names, sums, strict=True))
+
+
 def from_rank_0(value: Value) -> Value:
     """Rank 0's value, on every rank."""
     if not several():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pipeline.train.clock import Clock, memory, speed
 from pipeline.train.metrics import MetricsFile
+from pipeline.train.parallel import summed_by_name
 from pipeline.train.progress import Progress
 from pipeline.train.setup import Setup
 from pipeline.train.step import StepResult
@@ -52,8 +53,9 @@ class Records:
         self.append("speed", speed(config, seconds, tokens, length, self._clock.take(), by_rank))
 
     def statistics(self) -> None:
-        """What the quantizers measured in this step, if it was one of those."""
-        found = self._setup.trainable.precision.statistics.collect()
+        """What the quantizers of all ranks measured in this step, if it was one of those."""
+        statistics, device = self._setup.trainable.precision.statistics, self._setup.device
+        found = statistics.collect(lambda own: summed_by_name(own, device))
         if found:
             self.append("statistics", {f"quant/{name}": value for name, value in found.items()})
 

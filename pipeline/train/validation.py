@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from evals.domains import domain_loss
+from evals.domains import Rows, batch_nats, tokens_and_bytes
 from pipeline.config import TrainConfig
 from pipeline.data.shards import Dataset
 from pipeline.data.stream import validation_rows
+from pipeline.train.parallel import Rank, all_reduce
 from pipeline.train.trainable import Trainable
+
+SCALE = 2.0**24  # FP64 sums of multiples of 2^-24 nats are exact up to 5e8 nats
 
 
 def validate(
@@ -16,22 +21,39 @@ def validate(
 ) -> dict[str, float]:
     """`loss_<precision>` of all tokens, and `<source>/loss_<precision>` of each source.
 
-    Every rank computes all of it, so that the figures are the same on any number of them.
+    Ranks share the micro-batches. Each gives whole multiples of 2^-24 nats, so that the figures are
+    the same bits on any number of ranks that hold the same weights.
     """
-    values = {}
-    names = dataset.sources
+    count = train.validation_tokens // len(dataset.sources)
+    every = {
+        name: validation_rows(dataset, name, train.sequence_length, count)
+        for name in dataset.sources
+    }
+    rows = {name: found for name, found in every.items() if len(found.tokens_BT)}
+    tokens = {name: tokens_and_bytes(rows[name].labels_BT, token_bytes)[0] for name in rows}
+    values: dict[str, float] = {}
     for label in ("recipe", "bf16"):
-        nats, tokens = 0.0, 0
         with trainable.precision.override(label):
             trainable.prepare()
-            for name in names:
-                count = train.validation_tokens // len(names)
-                rows = validation_rows(dataset, name, train.sequence_length, count)
-                if not len(rows.tokens_BT):  # nothing of this source is held out
-                    continue
-                domain = domain_loss(trainable.model, rows, token_bytes, train.micro_batch)
-                values[f"{name}/loss_{label}"] = domain.loss
-                nats, tokens = nats + domain.nats_sum, tokens + domain.tokens
+            own = [_own_nats(trainable, found, train.micro_batch) for found in rows.values()]
         trainable.reshard()
-        values[f"loss_{label}"] = nats / max(tokens, 1)
+        nats = torch.stack(own).to(next(trainable.model.parameters()).device)
+        all_reduce(nats)
+        losses = dict(zip(rows, nats.tolist(), strict=True))
+        values |= {f"{name}/loss_{label}": losses[name] / tokens[name] for name in rows}
+        values[f"loss_{label}"] = sum(losses.values()) / max(sum(tokens.values()), 1)
     return values
+
+
+def _own_nats(trainable: Trainable, rows: Rows, micro_batch: int) -> Tensor:
+    """FP64 scalar: of this rank's micro-batches, in whole quanta.
+
+    Where weights are shared all ranks run equally many; one more than there are counts nothing.
+    """
+    rank, count = Rank.current(), -(-len(rows.tokens_BT) // micro_batch)
+    rounds = -(-count // rank.size) if trainable.weights is not None else 0
+    own = list(rank.micro_batches(count))
+    found = [batch_nats(trainable.model, rows, index, micro_batch) for index in own]
+    for _ in range(rounds - len(own)):
+        batch_nats(trainable.model, rows, 0, micro_batch)
+    return torch.tensor(found, dtype=torch.float64).mul(SCALE).round().sum() / SCALE

@@ -81,11 +81,14 @@ class Kill:
 
 
 class Case:
-    """One run below `root`, killed and resumed."""
+    """One run below `root`, killed and resumed. settings: beside those that all runs share."""
 
-    def __init__(self, root: Path, name: str, ray: bool) -> None:
-        self.root, self.name, self.ray = root, name, ray
-        self.folder = root / name
+    def __init__(
+        self, root: Path, name: str, ray: bool = False, settings: Sequence[str] = ()
+    ) -> None:
+        self.root, self.name = root, name
+        self.settings = (*(RAY if ray else ()), *settings)
+        self.folder, self.log = root / name, root / f"{name}.log"
         self._started: list[psutil.Process] = []
         self._seen: list[dict[str, Any]] = []
         self._offset = 0
@@ -96,14 +99,14 @@ class Case:
         met: list[tuple[str, bool]] = []
         try:
             for target, moment in plan:
-                process = process or self._start()
+                process = process or self.start()
                 if not self._wait_for(process, moment, start=len(met)):
                     break
                 self._kill(process, target)
                 met.append((target, self._is_saving()))
                 process = self._going_on(process, target)
-            process = process or self._start()
-            assert process.wait(DEADLINE) == 0, f"see {self.root / self.name}.log"
+            process = process or self.start()
+            assert process.wait(DEADLINE) == 0, f"see {self.log}"
         finally:
             psutil.wait_procs([_kill(item) for item in self._started], 60)
         restarts = self._restarts()
@@ -119,18 +122,18 @@ class Case:
         Workers may go on for a while after their raylet or command was killed; these steps count.
         """
         found, last = [], 0
-        for record in self._records():
+        for record in self.records():
             if record["kind"] == "start":
                 found.append((last, record["step"]))
             elif record["kind"] == "train":
                 last = record["step"]
         return found[1:]
 
-    def _start(self) -> psutil.Popen:
+    def start(self) -> psutil.Popen:
         """The run's command, always the same."""
-        overrides = [*TINY, *(RAY if self.ray else ()), f"root={self.root}", f"name={self.name}"]
+        overrides = [*TINY, *self.settings, f"root={self.root}", f"name={self.name}"]
         self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / f"{self.name}.log").open("ab") as log:
+        with self.log.open("ab") as log:
             return psutil.Popen(
                 [sys.executable, "-m", "pipeline", "run", *overrides],
                 cwd=self.root,
@@ -158,16 +161,15 @@ class Case:
             process.wait(60)
         return None
 
-    def _records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[dict[str, Any]]:
+        """All that the run has logged so far, in order."""
         for record, offset in read_records(self.folder / "metrics.jsonl", self._offset):
             self._seen.append(record)
             self._offset = offset
         return self._seen
 
     def _last_step(self) -> int:
-        steps = (
-            record["step"] for record in reversed(self._records()) if record["kind"] == "train"
-        )
+        steps = (record["step"] for record in reversed(self.records()) if record["kind"] == "train")
         return next(steps, 0)
 
     def _wait_for(self, process: psutil.Popen, moment: Moment, start: int) -> bool:
@@ -175,7 +177,7 @@ class Case:
         deadline = time.monotonic() + DEADLINE
         while process.poll() is None:
             assert time.monotonic() < deadline, f"{self.name} hangs"
-            starts = [record["step"] for record in self._records() if record["kind"] == "start"]
+            starts = [record["step"] for record in self.records() if record["kind"] == "start"]
             if len(starts) > start and self._last_step() - starts[start] >= moment.steps_on:
                 return not moment.saving or self._wait_for_save(process)
             time.sleep(0.01)

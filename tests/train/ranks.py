@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.train.tiny", "torch.distributed.fsdp"])
+CONTEXT.set_forkserver_preload(["tests.train.tiny", "torch.distributed.fsdp", "torch._dynamo"])
 TIMEOUT = 600.0
 
 Function = Callable[[Path], None]

@@ -51,7 +51,7 @@ def test_the_rank_that_the_others_wait_for_is_named() -> None:
 
 
 def test_utilization_is_three_forward_passes_over_the_dense_bf16_peak() -> None:
-    gpu = HardwareConfig("any", (10, 0), 2.0, 0, 0, 100, 1, 1, 1)  # 2 TFLOPS
+    gpu = HardwareConfig("any", (10, 0), 2.0, 0, 0, 100, 1, 1, 1, 1)  # 2 TFLOPS in BF16
     cluster = ClusterConfig(workers=2, gpus_per_worker=1, hardware=gpu)
     config = replace(configuration(Path(), 2), cluster=cluster)
     forward = clock.flops_per_token(build_trainable(config, CPU).model.config, 16)["total"]

@@ -1,12 +1,12 @@
-"""Two gloo processes: a hung collective names the rank, and replicas that part are found."""
+"""Three gloo processes: a hung collective names the rank, and replicas that part are found."""
 
 from __future__ import annotations
 
-import os
-import subprocess
+import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,60 +15,69 @@ from torch import nn
 
 from pipeline.train import checkpoint
 from pipeline.train.checkpoint import latest
-from pipeline.train.parallel import Rank, differing_replicas, from_rank_0, gathered
+from pipeline.train.parallel import (
+    Rank,
+    differing_replicas,
+    from_rank_0,
+    gathered,
+    summed_by_name,
+)
 from pipeline.train.saver import Saver
 from pipeline.train.watchdog import EXIT_CODE, Watchdog, describe
+from tests.train.ranks import kill, run_on_ranks, start_on_ranks
 
 RANKS = 3
 pytestmark = pytest.mark.slow
 
 
-def run(scenario: str, folder: Path) -> list[subprocess.CompletedProcess[str]]:
-    """Run `scenario` below on every rank."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.train.test_parallel", scenario, str(folder)],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(RANKS)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    done = []
-    for process in processes:
-        out, err = process.communicate(timeout=300)
-        done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
-    return done
-
-
 def test_a_hung_collective_ends_and_names_the_rank_that_is_missing(tmp_path: Path) -> None:
     started = time.monotonic()
-    ranks = run("hang", tmp_path)
+    ranks = start_on_ranks(hang, RANKS, tmp_path)
+    for rank in ranks:
+        rank.join(150)
+    codes = [rank.exitcode for rank in ranks]
+    kill(ranks)
     assert time.monotonic() - started < 150
     report = (tmp_path / "HANG.txt").read_text()
     assert "at the sums of step 5; waiting for rank 2 (last seen at the sums of step 4)" in report
-    assert all(rank.returncode for rank in ranks)  # the first one to give up takes all with it
-    assert EXIT_CODE in {rank.returncode for rank in ranks}
-    assert any(report in rank.stderr for rank in ranks)
+    assert all(codes)  # the first one to give up takes all with it
+    assert EXIT_CODE in codes
+    assert any(report in file.read_text() for file in tmp_path.glob("stderr-*"))
 
 
-def test_one_flipped_bit_on_one_rank_is_found_on_all(tmp_path: Path) -> None:
-    for rank in run("replicas", tmp_path):
-        assert rank.stdout.split() == ["[]", "[1]"], rank.stderr
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of one group's processes, and what each rank found by the name of what it did."""
+    folder = tmp_path_factory.mktemp("ranks")
+    run_on_ranks(everything, RANKS, folder)
+    return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def test_rank_0_decides_and_all_learn_of_all(tmp_path: Path) -> None:
-    for rank in run("share", tmp_path):
-        assert rank.stdout.strip() == "zero ['zero', 'one', 'two']", rank.stderr
+Told = tuple[Path, list[dict[str, Any]]]
+
+
+def test_one_flipped_bit_on_one_rank_is_found_on_all(told: Told) -> None:
+    for rank in told[1]:
+        assert rank["replicas"] == [[], [1]]
+
+
+def test_rank_0_decides_and_all_learn_of_all(told: Told) -> None:
+    for rank in told[1]:
+        assert rank["share"] == ["zero", ["zero", "one", "two"]]
+
+
+def test_sums_by_name_are_of_all_ranks_also_where_one_has_nothing(told: Told) -> None:
+    for rank in told[1]:
+        assert rank["by_name"] == [{"b": [0 + 1, 10 + 10], "a": [5 + 5, 1 + 2]}, {}]
 
 
 def test_a_part_that_cannot_be_written_fails_the_save_on_every_rank_and_only_that_one(
-    tmp_path: Path,
+    told: Told,
 ) -> None:
-    for rank in run("save", tmp_path):
-        assert rank.stdout.split("|")[:2] == ["True", "True"], rank.stderr
-    found = latest(tmp_path)
+    folder, ranks = told
+    for rank in ranks:
+        assert rank["save"] == [True, True]
+    found = latest(folder / "checkpoints")
     assert found is not None
     assert found.step == 2
     assert torch.equal(found.tensors("model")["w"], torch.arange(9.0))
@@ -81,6 +90,7 @@ def test_a_wait_without_a_culprit_says_so() -> None:
 
 def hang(folder: Path) -> None:
     rank = Rank.current()
+    sys.stderr = (folder / f"stderr-{rank.index}").open("w")
     with Watchdog(rank, 3.0, folder / "HANG.txt") as watchdog:
         for step in range(4, 6):
             if rank.index == 2 and step == 5:
@@ -90,23 +100,42 @@ def hang(folder: Path) -> None:
             dist.all_reduce(torch.ones(1))
 
 
-def replicas(folder: Path) -> None:
+def everything(folder: Path) -> None:
+    """On every rank of one group."""
+    found = {
+        "replicas": replicas(),
+        "share": share(),
+        "by_name": by_name(),
+        "save": save(folder / "checkpoints"),
+    }
+    (folder / f"{Rank.current().index}.json").write_text(json.dumps(found))
+
+
+def replicas() -> list[list[int]]:
     model = nn.Linear(5, 3)
     with torch.no_grad():
         model.weight.copy_(torch.arange(15.0).view(3, 5))
         model.bias.zero_()
-    print(differing_replicas(model))
+    before = differing_replicas(model)
     if Rank.current().index == 1:
         model.weight.detach().view(torch.int32)[2, 4] ^= 1
-    print(differing_replicas(model))
+    return [before, differing_replicas(model)]
 
 
-def share(folder: Path) -> None:
+def share() -> list[Any]:
     word = ("zero", "one", "two")[Rank.current().index]
-    print(from_rank_0(word), gathered(word))
+    return [from_rank_0(word), gathered(word)]
 
 
-def save(folder: Path) -> None:
+def by_name() -> list[dict[str, list[float]]]:
+    rank, cpu = Rank.current().index, torch.device("cpu")
+    own = {"b": torch.tensor([rank, 10.0]).double(), "a": torch.tensor([5, rank + 1.0]).double()}
+    sums = summed_by_name(own if rank < 2 else {}, cpu)
+    nothing = summed_by_name({}, cpu)
+    return [{name: pair.tolist() for name, pair in found.items()} for found in (sums, nothing)]
+
+
+def save(folder: Path) -> list[bool]:
     rank = Rank.current()
     saver = Saver(folder, rank, "attempt", lambda saved: None)
     dist.barrier()
@@ -117,7 +146,7 @@ def save(folder: Path) -> None:
         saver.save(1, groups, {})
     failed = saver.settle() != ""
     saver.save(2, groups, {})
-    print(failed, saver.settle() == "", sep="|", end="|")
+    return [failed, saver.settle() == ""]
 
 
 def _save_on_a_full_disk(saver: Saver, groups: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -128,18 +157,3 @@ def _save_on_a_full_disk(saver: Saver, groups: dict[str, dict[str, torch.Tensor]
     saver.save(1, groups, {})
     saver._part_ended.wait()
     checkpoint.save_file = real
-
-
-if __name__ == "__main__":
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{sys.argv[2]}/.rendezvous-{sys.argv[1]}",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-    )
-    {"hang": hang, "replicas": replicas, "share": share, "save": save}[sys.argv[1]](
-        Path(sys.argv[2])
-    )
-    if sys.argv[1] != "hang":
-        dist.barrier()
-    dist.destroy_process_group()

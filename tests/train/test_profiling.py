@@ -52,16 +52,15 @@ def test_a_step_that_is_left_out_moves_neither_end(tmp_path: Path, left_out: int
     assert set(found) == {f"step {step}" for step in (2, 3, 4) if step != left_out}
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_within_the_window_traces_the_rest(tmp_path: Path) -> None:
-    config = configuration(tmp_path, 6, profile_steps=(1, 4))
+    config = configuration(tmp_path, 4, profile_steps=(1, 2))
     run, dataset = start(config, "run"), corpus(tmp_path / "corpus")
-    train_until(config, run, dataset, 3)
+    train_until(config, run, dataset, 2)
     train(config, run, dataset)
-    assert {file.name for file in run.profile.iterdir()} == {
-        "steps-1-2.json.gz",
-        "steps-3-4.json.gz",
-    }
-    for file in run.profile.iterdir():
+    traces = sorted(run.profile.iterdir())
+    assert [file.name for file in traces] == ["steps-1-1.json.gz", "steps-2-2.json.gz"]
+    for file in traces:
         assert "aten::mm" in names_in(file)
 
 

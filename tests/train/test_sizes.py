@@ -45,6 +45,7 @@ def config_of(folder: Path, shard: int = 1) -> Config:
         global_batch=BATCH,
         micro_batch=1,
         reproducible=True,
+        statistics_every_steps=4,
         checkpoint_every_tokens=INTERVAL * BATCH * LENGTH,
     )
     return replace(config, cluster=ClusterConfig(shard=shard))
@@ -68,7 +69,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             assert time.monotonic() < deadline
             if until is not None and last_step(folder) >= until:
                 break
-            time.sleep(0.005)
+            time.sleep(0.02)
         finished = [process.exitcode == 0 for process in processes]
         kill(processes)
         assert all(finished) == (until is None)
