@@ -148,15 +148,13 @@ def _check_compiler(config: Config) -> None:
 
 def _hardware_problems(config: Config) -> Iterator[str]:
     """What the cluster section names and this machine cannot reach."""
+    from pipeline.ray_session import local_cpus, missing_resources, resources_at
+
     cluster = config.cluster
     workers = max(cluster.workers, 1)
-    if not cluster.gpus_per_worker and not cluster.address:
-        return
     kind = f"with {cluster.gpus_per_worker} {cluster.accelerator or ''} GPU".replace("  ", " ")
     wanted = f"{workers} workers {kind if cluster.gpus_per_worker else 'on CPUs'}"
     if cluster.address:
-        from pipeline.ray_session import missing_resources, resources_at
-
         available = resources_at(cluster.address)
         if available is not None:
             yield from missing_resources(cluster, available)
@@ -166,6 +164,10 @@ def _hardware_problems(config: Config) -> Iterator[str]:
                 f"cluster.address={cluster.address}; start this on the cluster's head, or choose "
                 "cluster=local"
             )
+        return
+    if not cluster.gpus_per_worker:
+        if not os.environ.get("RAY_ADDRESS"):  # a local Ray will be started
+            yield from missing_resources(cluster, {"CPU": local_cpus()})
         return
     import torch
 

@@ -36,11 +36,16 @@ def start_ray(address: str | None) -> None:
         os.environ.setdefault(name, value)
     ray.init(
         address="local",
-        num_cpus=max(4, (os.cpu_count() or 1) + 2),
+        num_cpus=local_cpus(),
         include_dashboard=False,
         logging_level=logging.ERROR,
         log_to_driver=False,
     )
+
+
+def local_cpus() -> int:
+    """Logical CPUs of a local Ray: more than there are, see `start_ray`."""
+    return max(4, (os.cpu_count() or 1) + 2)
 
 
 @contextlib.contextmanager

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config, ConfigError
+from pipeline.goodput import goodput
 from pipeline.runs import RunFolder, root_folder, write_whole
 from pipeline.tracking import Tracker, TrackingError
-from pipeline.train.metrics import MetricsFile, final_records
+from pipeline.train.metrics import MetricsFile, final_records, read_records
 
 
 def run_stages(
@@ -108,12 +109,14 @@ def train(config: Config, run: RunFolder, tracker: Tracker) -> dict[str, Any]:
 
 
 def curve_summary(run: RunFolder, tokens_per_step: int) -> dict[str, float]:
-    """Last loss and mean speed of the logged steps, of all sittings that a run took."""
+    """Last loss, mean speed of the logged steps and goodput, of all sittings that a run took."""
     steps = [r["metrics"] for r in final_records(run.metrics) if r["kind"] == "train"]
     seconds = sum(tokens_per_step / step["train/tokens_per_second"] for step in steps)
+    found = goodput([record for record, _ in read_records(run.metrics)], tokens_per_step)
     return {
         "final_loss": steps[-1]["train/loss"],
         "tokens_per_second": len(steps) * tokens_per_step / seconds,
+        **({f"goodput_{k}": v for k, v in dataclasses.asdict(found).items()} if found else {}),
     }
 
 

@@ -63,6 +63,7 @@ def test_help_lists_everything_without_importing_torch_or_ray(arguments: tuple[s
         (("run", "model=null"), "cannot be read"),
         (("run", "data.tokenizer.eos_token=a"), "cannot end documents"),
         (("run", "cluster.address=127.0.0.1:1", "cluster.workers=2"), "no Ray cluster answers"),
+        (("run", "cluster=cpu2", "cluster.workers=4096"), "4096 workers need 4096 CPU"),
         (("run", "train.phases=[{start: 0, sequence_length: -64}]"), "does not divide"),
         (("run", "tracking.uri=foo://bar", "data.holdout_fraction=0.5"), "tracking.offline=true"),
         (("eval", "run=latest", "model=tiny"), "own configuration stands"),

@@ -48,6 +48,7 @@ class Case:
     checkpointing: Any = "none"
     scatter_each: bool = True
     dtype: torch.dtype = torch.bfloat16
+    compiled: bool = False
 
 
 CASES = {
@@ -88,7 +89,10 @@ def build(case: Case) -> Trainable:
     cluster = ClusterConfig(
         shard=case.shards, fp4_gather=case.codes, scatter_each_micro_batch=case.scatter_each
     )
-    settings = {"reproducible": case.reproducible, "global_batch": 6, "micro_batch": 2}
+    settings = {
+        "reproducible": case.reproducible, "compile": case.compiled,
+        "global_batch": 6, "micro_batch": 2,
+    }  # fmt: skip
     config = replace(with_train(configuration(Path(), 2), **settings), cluster=cluster)
     return assemble(model, precision, sharding, config, torch.device("cpu"))
 
@@ -270,3 +274,22 @@ def test_gradients_are_fp32_where_weights_come_in_bf16(results: Results) -> None
             assert gradient.dtype == torch.float32
             if gradient.ndim == 2:
                 assert (gradient.bfloat16().float() != gradient).any(), name
+
+
+def compiled(folder: Path) -> None:
+    """On every rank. Graphs run as they are: what the compiler makes of them takes minutes."""
+    real = HybridModel.compile_blocks
+    with mock.patch.object(HybridModel, "compile_blocks", lambda model: real(model, "eager")):
+        torch.save(steps_of(Case(compiled=True)), folder / f"{dist.get_rank()}.pt")
+
+
+def test_compiled_blocks_of_shared_weights_take_the_same_steps(
+    results: Results, tmp_path: Path
+) -> None:
+    run_on_ranks(compiled, 2, tmp_path)
+    for rank, plain in enumerate(results[2]):
+        seen = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        assert seen.loss == plain["codes"].loss
+        assert seen.gathered == plain["codes"].gathered
+        for name, weight in plain["codes"].weights.items():
+            assert torch.equal(seen.weights[name], weight), name
