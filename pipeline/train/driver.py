@@ -26,6 +26,7 @@ def train_on_workers(config: Config, run: RunFolder, dataset: Path) -> dict[str,
     and has written its checkpoint.
     """
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # or ranks' logs hold lines twice
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
