@@ -8,19 +8,20 @@ step, FP32 activations, one thread. Two processes take the same steps on the sam
     pipeline   `train_on_workers` with one Ray worker: the reader, records of each step, all checks;
                no validation and no checkpoint in the measured steps
 
-When both are warm they take turns of some seconds: one is stopped, with all that it has started
-(SIGSTOP), while the other goes on, so that both meet the same machine. Steps that lie within a turn
-count; the ratio of two neighbouring turns is that of their medians.
+When both are warm they take turns of a second: one is stopped, with all that it has started
+(SIGSTOP), while the other goes on, so that both meet the same machine. A step's time is what passed
+of it in its process's turns; the mean counts. `fifths` are the ratios in fifths of the measured
+time, to show what noise is left.
 
-    ratios   pipeline_vs_bare_loop = bare's seconds / pipeline's, a step: the median over pairs of
-             turns (goal: at least 0.97)
+    ratios   pipeline_vs_bare_loop = bare's seconds / pipeline's, a step (goal: at least 0.97)
 
-    python benchmarks/loop_overhead.py [--json] [--pairs 6] [--seconds 5]
+    python benchmarks/loop_overhead.py [--json] [--pairs 40] [--seconds 1]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import signal
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice, pairwise
 from pathlib import Path
@@ -61,6 +62,7 @@ STEP_TOKENS = LENGTH * ROWS * MICRO_BATCHES
 STEPS = 10_000  # more than are ever taken
 IN_MEMORY = 60  # steps whose batches the bare loop holds
 PATIENCE = 300.0  # seconds until both are warm
+Step = tuple[float, float]  # when it ended, and how many seconds it took
 
 
 def config_of(root: Path) -> Config:
@@ -127,49 +129,65 @@ def times_of(name: str, folder: Path) -> list[float]:
 
 
 def take_turns(
-    processes: Mapping[str, psutil.Process], folder: Path, pairs: int, seconds: float
-) -> dict[str, list[list[float]]]:
-    """Seconds of the steps of each turn. The processes stand still before and after it."""
+    processes: Mapping[str, Sequence[int]], pairs: int, seconds: float
+) -> dict[str, list[tuple[float, float]]]:
+    """From when to when each went on. They stand still before and after it."""
     turns: dict[str, list[tuple[float, float]]] = {name: [] for name in processes}
     for _ in range(pairs):
-        for name, process in processes.items():
+        for name, family in processes.items():
             began = time.time()
-            send(process, signal.SIGCONT)
+            send(family, signal.SIGCONT)
             time.sleep(seconds)
-            send(process, signal.SIGSTOP)
+            send(family, signal.SIGSTOP)
             turns[name].append((began, time.time()))
-    return {
-        name: [
-            [after - before for before, after in pairwise(ends) if start <= before and after <= end]
-            for start, end in turns[name]
-        ]
-        for name in turns
-        for ends in [times_of(name, folder)]
+    return turns
+
+
+def steps_of(ends: Sequence[float], turns: Sequence[tuple[float, float]]) -> list[Step]:
+    """When each step ended, and the seconds of it that lie within turns."""
+    first = turns[0][0]
+    return [
+        (end, sum(max(0.0, min(end, until) - max(start, since)) for since, until in turns))
+        for start, end in pairwise(ends)
+        if start >= first
+    ]
+
+
+def ratio_of(steps: Mapping[str, Sequence[Step]], since: float, until: float) -> float:
+    """Of the mean steps that ended then."""
+    mean = {
+        name: statistics.mean(seconds for end, seconds in found if since <= end < until)
+        for name, found in steps.items()
     }
+    return mean["bare"] / mean["pipeline"]
 
 
-def warmed_up(name: str, folder: Path) -> psutil.Popen:
-    """A process that has taken its first steps, and stands still."""
+def warmed_up(name: str, folder: Path) -> list[int]:
+    """Ids of a process that has taken its first steps and of all its children; they stand still."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
     command = [sys.executable, __file__, "--one", name, "--folder", str(folder)]
     process = psutil.Popen(command, stdout=subprocess.DEVNULL, env=environment)
     deadline = time.monotonic() + PATIENCE
     while len(times_of(name, folder)) < WARM_UP:
         if process.poll() is not None or time.monotonic() > deadline:
-            send(process, signal.SIGKILL)
+            send(family_of(process), signal.SIGKILL)
             raise RuntimeError(f"{name}: no {WARM_UP} steps in {PATIENCE:.0f} s")
         time.sleep(0.2)
-    send(process, signal.SIGSTOP)
-    return process
+    family = family_of(process)
+    send(family, signal.SIGSTOP)
+    return family
 
 
-def send(process: psutil.Process, number: int) -> None:
-    """A signal to a process and to all that it started."""
-    for one in [*process.children(recursive=True), process]:
-        try:
-            one.send_signal(number)
-        except psutil.NoSuchProcess:
-            continue
+def family_of(process: psutil.Process) -> list[int]:
+    """The ids of a process and of all that it started, children first."""
+    return [one.pid for one in [*reversed(process.children(recursive=True)), process]]
+
+
+def send(family: Sequence[int], number: int) -> None:
+    """A signal to all of them that are there still."""
+    for pid in family:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def write_corpus(folder: Path, vocab_size: int) -> None:
@@ -184,19 +202,20 @@ def write_corpus(folder: Path, vocab_size: int) -> None:
     corpora.write_corpus(folder / "corpus", {"text": documents}, holdout=documents[:30])
 
 
-def measure(pairs: int, seconds: float) -> dict[str, list[list[float]]]:
-    processes: dict[str, psutil.Popen] = {}
+def measure(pairs: int, seconds: float) -> dict[str, list[Step]]:
+    families: dict[str, list[int]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_corpus(folder, config_of(folder).model.vocab_size)
         RunFolder(folder / "run").path.mkdir()
         try:
             for one in ("pipeline", "bare"):
-                processes[one] = warmed_up(one, folder)
-            return take_turns(processes, folder, pairs, seconds)
+                families[one] = warmed_up(one, folder)
+            turns = take_turns(families, pairs, seconds)
+            return {one: steps_of(times_of(one, folder), turns[one]) for one in families}
         finally:
-            for process in processes.values():
-                send(process, signal.SIGKILL)
+            for family in families.values():
+                send(family, signal.SIGKILL)
 
 
 def main() -> None:
@@ -204,8 +223,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--pairs", type=int, default=6, help="turns of each")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of a turn")
+    parser.add_argument("--pairs", type=int, default=40, help="turns of each")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a turn")
     parser.add_argument("--one", choices=("bare", "pipeline"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -214,19 +233,20 @@ def main() -> None:
         run(config_of(arguments.folder), arguments.folder)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leave no process behind
-    turns = measure(arguments.pairs, arguments.seconds)
-    medians = {name: [statistics.median(turn) for turn in of_one] for name, of_one in turns.items()}
-    of_pairs = [b / p for b, p in zip(medians["bare"], medians["pipeline"], strict=True)]
+    steps = measure(arguments.pairs, arguments.seconds)
+    ends = [end for found in steps.values() for end, _ in found]
+    first, fifth = min(ends), (max(ends) - min(ends)) / 5
+    fifths = [ratio_of(steps, first + i * fifth, first + (i + 1) * fifth) for i in range(5)]
     rows = [
-        {"name": name, "milliseconds_a_step": round(1e3 * value, 1), "steps": sum(map(len, found)),
-         "tokens_per_second": round(STEP_TOKENS / value)}
-        for name, found in turns.items()
-        for value in [statistics.median(medians[name])]
+        {"name": name, "milliseconds_a_step": round(1e3 * mean, 1), "steps": len(found),
+         "tokens_per_second": round(STEP_TOKENS / mean)}
+        for name, found in steps.items()
+        for mean in [statistics.mean(seconds for _, seconds in found)]
     ]  # fmt: skip
     result = {
         "machine": f"{platform.machine()}, one thread, torch {torch.__version__}",
         "rows": rows,
-        "ratios": {"pipeline_vs_bare_loop": round(statistics.median(of_pairs), 3)},
+        "ratios": {"pipeline_vs_bare_loop": round(ratio_of(steps, first, float("inf")), 3)},
     }
     show(
         __doc__,
@@ -236,7 +256,7 @@ def main() -> None:
             f"{row['name']:10}{row['milliseconds_a_step']:>12}{row['tokens_per_second']:>10}"
             f"{row['steps']:>8}"
         ),
-        [f"pairs of turns: {', '.join(f'{ratio:.3f}' for ratio in of_pairs)}"],
+        [f"fifths: {', '.join(f'{ratio:.3f}' for ratio in fifths)}"],
         as_json=arguments.json,
     )
 

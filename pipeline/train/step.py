@@ -111,6 +111,7 @@ def forward_backward(
     num_valid = _count_valid(micro_batches).to(next(model.parameters()).device)
     all_reduce(num_valid)
     reduction.begin()
+    precision.statistics.begin(step)  # on a rank without a micro-batch, too
     for position, (index, batch) in enumerate(micro_batches, start=1):
         if index is None:
             precision.begin(step, 0, counts=False)

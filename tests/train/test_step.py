@@ -10,7 +10,8 @@ import torch
 from model import HybridModel
 from pipeline.data.stream import IGNORED, Batch
 from pipeline.train.optim import build_optimizer
-from pipeline.train.step import StepResult, train_step
+from pipeline.train.reduction import Reduction
+from pipeline.train.step import StepResult, forward_backward, train_step
 from quant import apply_recipe, named_recipe
 from tests.train.test_optim import SHAPE
 from tests.train.test_schedule import train_config
@@ -157,3 +158,13 @@ def test_an_all_ignored_batch_has_no_loss_and_no_gradient() -> None:
     whole.labels_BT.fill_(IGNORED)
     _, result, _ = run_step(cut(whole, 2))
     assert (result.loss, result.grad_norm, result.num_valid) == (0.0, 0.0, 0)
+
+
+def test_a_rank_without_a_micro_batch_takes_part_in_the_step_s_statistics() -> None:
+    """Their sums over ranks are a collective: one that stays away would stop all."""
+    model = HybridModel(SHAPE, seed=1)
+    precision = apply_recipe(model, named_recipe("nvfp4").with_blocks(0, 1), num_blocks=3, seed=0)
+    precision.statistics.every = 2
+    for step, active in ((0, True), (1, False), (2, True)):
+        forward_backward(model, precision, [], step, Reduction(model))
+        assert precision.statistics.active == active
