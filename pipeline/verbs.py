@@ -386,7 +386,11 @@ def _work(config: Config, found: RunFolder, stages: tuple[str, ...], *, again: b
             found.failure.write_text(json.dumps({"error": str(error)}))
             raise
         finally:
-            update_results(found, {"status": former if again else status})
+            try:
+                update_results(found, {"status": former if again else status})
+            except OSError:  # a full disk: what it stopped is what is told
+                if status == "finished":
+                    raise
             tracker_safely(lambda: tracker.finish(_mlflow_status(found)))
     _print_end(config, found, tracker.uri)
 

@@ -19,12 +19,16 @@ from typing import Any
 KEYS = {"kind", "step", "tokens", "time", "metrics"}
 
 
+class MetricsError(RuntimeError):
+    """A record could not be written; the message names the file, the cause and the way out."""
+
+
 class MetricsFile:
-    """Appends records, each flushed at once."""
+    """Appends records, each flushed at once. Raises `MetricsError` where that cannot be."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b")
+        self._path, self._file = path, path.open("a+b")
         self._end_torn_line()
 
     def append(
@@ -40,8 +44,14 @@ class MetricsFile:
         }
         if note:
             record["note"] = note
-        self._file.write(json.dumps(record).encode() + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise MetricsError(
+                f"{self._path}: a record cannot be written ({error.strerror}); make room, and go "
+                "on with the run from its newest checkpoint"
+            ) from error
 
     def close(self) -> None:
         self._file.close()

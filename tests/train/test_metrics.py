@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.train.metrics import MetricsFile, final_records, read_records
+import pytest
+
+from pipeline.train.metrics import MetricsError, MetricsFile, final_records, read_records
 
 
 def test_a_replayed_step_counts_once_with_its_last_value(tmp_path: Path) -> None:
@@ -42,3 +44,9 @@ def test_reading_goes_on_at_an_offset_and_leaves_an_unfinished_line(tmp_path: Pa
     assert list(read_records(path, offset)) == []
     path.write_bytes(whole)
     assert [record["step"] for record, _ in read_records(path, offset)] == [2]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_named_with_the_file_and_the_way_out() -> None:
+    with pytest.raises(MetricsError, match=r"/dev/full: .*No space left.*; make room"):
+        MetricsFile(Path("/dev/full")).append("train", 1, 10, {"train/loss": 5.0})
