@@ -77,5 +77,7 @@ def describe(posts: dict[int, tuple[int, str]], waited: float) -> str:
         for rank, (count, where) in posts.items()
         if count < most
     ]
-    who = ", ".join(behind) or "no rank in particular: all are there, the network may be down"
+    who = ", ".join(behind) or (
+        "no rank in particular: all came this far; one stands still since, or the network is down"
+    )
     return f"no progress for {waited:.0f} s at {place}; waiting for {who}"
