@@ -87,7 +87,7 @@ def _prompts(settings: GenerateConfig) -> list[str]:
     else:
         path = Path(str(settings.prompts))
         try:
-            prompts = path.read_text(encoding="utf-8").splitlines()
+            prompts = path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, ValueError) as error:
             raise ConfigError(f"prompts={path}: cannot be read ({error})") from error
     if not prompts or "" in prompts:

@@ -74,8 +74,8 @@ EXAMPLES = {
     ),
     "plan": (
         ("plan +experiment=12b_nvfp4", "the paper's 12B on its cluster"),
-        ("plan +experiment=12b_nvfp4 cluster=gb200_nvl72 nodes=8 shards=8", "on 8 trays"),
-        ("plan +experiment=8b_nvfp4 cluster=h200 nodes=auto shards=8", "the fewest nodes that fit"),
+        ("plan +experiment=12b_nvfp4 cluster=gb200_nvl72 nodes=8", "on 8 trays"),
+        ("plan +experiment=8b_nvfp4 cluster=h200 nodes=auto", "the fewest nodes that fit"),
         ("plan +experiment=8b_nvfp4 price=3.5", "with what it costs at a price an hour"),
         ("plan +experiment=8b_nvfp4 gemm_efficiency.fp4=0.5", "with other assumptions"),
     ),

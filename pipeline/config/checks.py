@@ -223,7 +223,6 @@ def _plan_ranges(plan: PlanConfig) -> dict[str, tuple[float, float, float]]:
     ranges["plan.overlap"] = (plan.overlap, 0, 1)
     ranges["plan.reserved_gb"] = (plan.reserved_gb, 0, 1e300)
     ranges["plan.price"] = (plan.price or 0, 0, 1e300)
-    ranges["plan.shards"] = (1 if plan.shards is None else plan.shards, 1, 1e300)
     for source, tokens in (plan.corpus_tokens or {}).items():
         ranges[f"plan.corpus_tokens.{source}"] = (tokens, 1, 1e300)
     return ranges

@@ -385,7 +385,6 @@ class PlanConfig:
     network_efficiency: float = 0.75
     overlap: float = 0.80  # share of the communication that can hide behind the computation
     reserved_gb: float = 8.0  # a GPU's context, NCCL's buffers, fragmentation
-    shards: int | None = None  # GPUs that hold one copy of the weights together; none: as trained
     corpus_tokens: Mapping[str, float] | None = None  # that each source has
 
 

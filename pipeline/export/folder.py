@@ -20,14 +20,18 @@ from pipeline.hf_folder import INDEX, WHOLE
 RECORD = "export.json"
 
 
+def require_free(target: Path) -> None:
+    """Raises `ConfigError` where something else than an earlier export stands at `target`."""
+    if target.exists() and not (target / RECORD).is_file():
+        raise ConfigError(f"folder={target}: exists and is no export; choose another")
+
+
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
     """A folder beside `target` to write to, which takes its place when all went well.
 
-    An earlier export at that place goes. Raises `ConfigError` where something else stands there.
+    An earlier export at that place goes; see `require_free` for what else may stand there.
     """
-    if target.exists() and not (target / RECORD).is_file():
-        raise ConfigError(f"folder={target}: exists and is no export; choose another")
     beside = target.with_name(f".{target.name}.partial-{os.getpid()}")
     shutil.rmtree(beside, ignore_errors=True)
     try:

@@ -21,6 +21,7 @@ from pipeline.export.calibration import calibration_rows, input_amax
 from pipeline.export.folder import (
     RECORD,
     describe_files,
+    require_free,
     whole_folder,
     write_json,
     write_tensors,
@@ -70,6 +71,7 @@ def export(
         raise ConfigError(f"dtype={dtype}: {nearest(dtype, DTYPES)}")
     found = find_checkpoint(config, run)
     target = _target(config, run, found)
+    require_free(target)
     dataset = open_corpus(config.data, dataset_folder(config, run))
     progress(f"run {run.id}, step {found.step}, as {settings.format}, the rest in {dtype}")
     model, precision = load_model(config, found, inference_device())

@@ -53,11 +53,11 @@ def shape_of(config: Config) -> ModelConfig:
 
 
 def layout_of(config: Config) -> Layout:
-    """How training lays parameters over workers: whole on each, unless `plan.shards` says more."""
-    workers, shards = max(config.cluster.workers, 1), config.plan.shards or 1
-    if workers % shards:
-        raise ConfigError(f"plan.shards={shards} does not divide the {workers} workers")
-    return Layout(workers // shards, shards)
+    """How training lays parameters over workers (`cluster.shard`, where 0 is all of them)."""
+    workers = max(config.cluster.workers, 1)
+    shards = min(config.cluster.shard or workers, workers)
+    gather, each = config.cluster.fp4_gather, config.cluster.scatter_each_micro_batch
+    return Layout(workers // shards, shards, gather, each)
 
 
 def batch_of(config: Config, length: int) -> Batch:
@@ -79,7 +79,7 @@ def estimate(config: Config) -> Estimate:
             f"(train.global_batch={config.train.global_batch} / train.micro_batch="
             f"{config.train.micro_batch}); take at most {micro_batches} workers"
         )
-    each = -(-micro_batches // layout.gpus)
+    each = _micro_batches(config)
     parameters = count_parameters(shape)
     longest = batch_of(config, config.train.sequence_length)
     forward = flops_per_token(shape, config.train.sequence_length)
@@ -108,7 +108,7 @@ def estimate(config: Config) -> Estimate:
         checkpoints=saved,
         checkpoints_kept=kept,
         checkpoint_bytes=formulas.checkpoint_bytes(parameters["total"]),
-        sent=_sent(parameters["total"], layout, each),
+        sent=_sent(config, kinds_of(linears), "recipe"),
         corpus=corpus,
     )
 
@@ -148,7 +148,7 @@ def smallest(raw: Mapping[str, Any]) -> Config:
             f"{config.cluster.hardware.memory_gb:g}"  # type: ignore[union-attr]
         )
         if made.layout.shards == 1:
-            why += "; every GPU holds all weights, so more nodes do not help: set plan.shards"
+            why += "; every GPU holds all weights, so more nodes do not help: set cluster.shard"
             break
     raise ConfigError(f"nodes=auto: nothing fits: {why}")
 
@@ -166,19 +166,18 @@ def run_seconds(config: Config, hardware: HardwareConfig, kinds: Kinds) -> dict[
     """The whole run's seconds by what they are spent on, phase by phase."""
     schedule = Schedule.of(config.train, tuple(config.data.sources))
     shape, layout = shape_of(config), layout_of(config)
-    each = -(-(config.train.global_batch // config.train.micro_batch) // layout.gpus)
     parameters = count_parameters(shape)["total"]
-    sent = _sent(parameters, layout, each)
-    efficiency = config.plan.network_efficiency
-    communicating = formulas.communication_seconds(sent, layout, hardware, efficiency)
     total: dict[str, float] = {}
     for steps, phase in _distinct(schedule):
+        communicating = formulas.communication_seconds(
+            _sent(config, kinds, phase.precision), layout, hardware, config.plan.network_efficiency
+        )
         work = Work(
             shape=shape,
             kinds=kinds,
             tokens=config.train.micro_batch * config.train.sequence_length,
             length=phase.sequence_length,
-            micro_batches=each,
+            micro_batches=_micro_batches(config),
             mode=phase.precision,
             checkpointing=config.train.activation_checkpointing,
             parameters=parameters / layout.shards,
@@ -216,9 +215,17 @@ def _sliced(batch: Batch, shape: ModelConfig) -> bool:
     return batch.tokens * shape.vocab_size > SLICE_ELEMENTS
 
 
-def _sent(parameters: int, layout: Layout, micro_batches: int) -> dict[str, float]:
-    """Weights are gathered in BF16: two bytes an element."""
-    return formulas.communication(parameters, formulas.BF16 * parameters, layout, micro_batches)
+def _micro_batches(config: Config) -> int:
+    """Of the GPU that has most of them, in a step."""
+    return -(-(config.train.global_batch // config.train.micro_batch) // layout_of(config).gpus)
+
+
+def _sent(config: Config, kinds: Kinds, mode: str) -> dict[str, float]:
+    """Bytes a step by collective, in a mode of the recipe."""
+    shape, layout = shape_of(config), layout_of(config)
+    parameters = count_parameters(shape)["total"]
+    gathered = formulas.gathered_bytes(shape, kinds, parameters, layout, mode)
+    return formulas.communication(parameters, gathered, layout, _micro_batches(config))
 
 
 def _distinct(schedule: Schedule) -> list[tuple[int, Phase]]:

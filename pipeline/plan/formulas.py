@@ -19,7 +19,7 @@ from model.config import BLOCK_KINDS, ModelConfig
 from model.loss import SLICE_ELEMENTS
 from pipeline.config import HardwareConfig, PlanConfig
 from pipeline.plan.linears import Gemm, Kinds, Linear, gemms, tensor_cores
-from quant.formats import Format
+from quant.formats import NVFP4_2D, Format
 from quant.linear import in_mode
 from quant.recipe import LinearRecipe, Operand
 
@@ -195,10 +195,15 @@ def logits_bytes(shape: ModelConfig, batch: Batch) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """How parameters lie on GPUs: `replicas` groups of `shards` GPUs, each group with all."""
+    """How parameters lie on GPUs: `replicas` groups of `shards` GPUs, each group with all.
+
+    fp4_gather, scatter_each: `cluster.fp4_gather` and `cluster.scatter_each_micro_batch`.
+    """
 
     replicas: int
     shards: int
+    fp4_gather: bool = True
+    scatter_each: bool = True
 
     @property
     def gpus(self) -> int:
@@ -227,14 +232,15 @@ def memory(
         )
     largest = max(linear.elements for linear in linears.values())
     caches: float = sum(cached_weight_bytes(linear, batch.fused) for linear in linears.values())
-    gathered = 0.0
+    gathered, whole = 0.0, 0.0
     if layout.shards > 1:  # two blocks' weights are gathered at a time, and one's gradients whole
         caches = caches / layout.shards
         gathered = (2 * BF16 + FP32) * max(block_parameters(linears).values())
+        whole = 0.0 if layout.scatter_each else GRADIENT * parameters
     return {
         "weights": MASTER * held,
         "quantized weights": caches,
-        "gradients": GRADIENT * held,
+        "gradients": GRADIENT * held + whole,
         "optimizer": MOMENTS * held,
         "saved activations": saved_activations(shape, linears, batch, checkpointing)
         + attention_mask_bytes(shape, batch),
@@ -365,6 +371,25 @@ def optimizer_bytes(parameters: float) -> float:
 # ---- Bytes between GPUs -------------------------------------------------------------------------
 
 
+def gathered_bytes(
+    shape: ModelConfig, kinds: Kinds, parameters: int, layout: Layout, mode: str
+) -> float:
+    """Bytes of all weights as a gather moves them in a mode of the recipe: a linear's as 4-bit
+    codes with their 16x16 block scales where both passes read those and no block is cut, else in
+    BF16; the rest in FP32, a tied head too."""
+    linears = [(linear, n) for linear, n in kinds if not (linear.is_head and shape.tie_embeddings)]
+    total = float(FP32 * (parameters - sum(n * linear.elements for linear, n in linears)))
+    for linear, count in linears:
+        recipe = in_mode(linear.recipe, mode)
+        as_codes = (
+            layout.fp4_gather
+            and recipe.weight.spec == recipe.dgrad_weight.spec == NVFP4_2D
+            and linear.out_features % (NVFP4_2D.block[0] * layout.shards) == 0
+        )
+        total += count * linear.elements * (1 / 2 + 1 / 16**2 if as_codes else BF16)
+    return total
+
+
 def communication(
     parameters: int,
     gathered: float,
@@ -373,16 +398,17 @@ def communication(
 ) -> dict[str, float]:
     """Bytes that a GPU sends in a step, by collective; rings.
 
-    gathered: bytes of all weights as a gather moves them. Shards are gathered for the forward pass
-        and again for the backward pass of every micro-batch; FP32 gradients are reduced once a
-        step, and summed over the replicas.
+    gathered: bytes of all weights as a gather moves them (`gathered_bytes`). Shards are gathered
+        for the forward pass and again for the backward pass of every micro-batch; FP32 gradients
+        are scattered after each, or once a step, and summed over the replicas once.
     """
     s, r = layout.shards, layout.replicas
     away, between = (s - 1) / s, (r - 1) / r
     sent = {}
     if s > 1:
         sent["gather weights"] = 2 * micro_batches * away * gathered
-        sent["reduce-scatter gradients"] = away * GRADIENT * parameters
+        scatters = micro_batches if layout.scatter_each else 1
+        sent["scatter gradients"] = scatters * away * GRADIENT * parameters
     if r > 1:
         sent["all-reduce gradients"] = 2 * between * GRADIENT * parameters / s
     return sent

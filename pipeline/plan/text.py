@@ -91,9 +91,9 @@ def _memory(config: Config, made: Estimate) -> list[str]:
     lines.append(f"{hardware.name} has {hardware.memory_gb:g} GB: {verdicts}")
     if not estimate.fits(config, made):
         way = (
-            "every worker holds all weights: plan.shards=8 shows what sharding would take"
+            "every worker holds all weights: cluster.shard=8 shares a copy among 8"
             if made.layout.shards == 1
-            else "more plan.shards, a smaller train.micro_batch or more checkpointing"
+            else "a larger cluster.shard, a smaller train.micro_batch or more checkpointing"
         )
         lines.append(f"DOES NOT FIT as configured; {way}")
     return lines

@@ -18,19 +18,9 @@ from model.hf import (
     linear_rows,
     to_nemotron_h,
 )
+from tests.model.peer import assert_same_computation, randomized
 
 transformers = pytest.importorskip("transformers")
-
-
-def randomized(config: ModelConfig) -> HybridModel:
-    """A model with no parameter at a special value, so that each one's place matters."""
-    model = HybridModel(config, seed=3)
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(noise, alpha=0.1 if parameter.dim() == 1 else 0.05)
-    return model
 
 
 def reference(model: HybridModel) -> torch.nn.Module:
@@ -58,26 +48,7 @@ def test_logits_loss_and_gradients_equal_transformers(
     small_config: ConfigFactory, changes: dict
 ) -> None:
     model = randomized(small_config(**changes))
-    theirs = reference(model)
-    tokens = torch.randint(0, model.config.vocab_size, (2, 29))
-    labels = tokens.roll(-1, 1)
-    labels[:, -1] = -100
-    seq_idx = torch.zeros(2, 29, dtype=torch.int32)
-
-    loss_sum, num_valid = model.loss(tokens, labels, seq_idx)
-    (loss_sum / num_valid).backward()
-    output = theirs(tokens, labels=tokens, use_cache=False)
-    output.loss.backward()
-
-    torch.testing.assert_close(model.logits(tokens, seq_idx), output.logits, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(loss_sum / num_valid, output.loss, atol=1e-5, rtol=1e-5)
-    gradients = {name: p.grad for name, p in theirs.named_parameters()}
-    if model.config.tie_embeddings:
-        gradients["model.embeddings.weight"] += gradients["lm_head.weight"]
-        gradients["lm_head.weight"] = gradients["model.embeddings.weight"]
-    for name, gradient in from_nemotron_h(gradients, model.config).items():
-        ours = model.get_parameter(name).grad
-        assert torch.allclose(ours, gradient, atol=1e-4, rtol=1e-4), name
+    assert_same_computation(model, reference(model))
 
 
 @pytest.mark.parametrize("changes", CASES)

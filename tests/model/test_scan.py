@@ -1,4 +1,5 @@
-"""The chunked scan is the recurrence: values, states and gradients, in FP64, to 1e-10.
+"""The chunked scan is the recurrence, in FP64 to 1e-10, and transformers' scan, in FP32: values,
+states and gradients.
 
 Legend: B batch, T tokens, H heads, P head dim, G groups, N state size.
 """
@@ -80,6 +81,27 @@ def test_scan_equals_the_recurrence_values_and_gradients(
         torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=1e-10)
     for mine, theirs in zip(gradients(ours), gradients(expected), strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(("tokens", "chunk_size"), [(1, 4), (23, 7), (61, 16)])
+def test_scan_equals_transformers_torch_path(groups: int, tokens: int, chunk_size: int) -> None:
+    theirs = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
+    inputs = [v.detach().float().requires_grad_() for v in scan_inputs(tokens, groups)]
+    x, dt, A, B, C, D, initial = inputs
+    weights = [torch.randn(2, tokens, 4, 5), torch.randn(2, 4, 5, 3)]
+    chunks = Packing(torch.zeros(2, tokens, dtype=torch.int32), torch.float32).chunks(chunk_size)
+    results = []
+    for y, state in (
+        chunked_scan(x, dt, A, B, C, D, chunks, initial),
+        theirs.mamba2_chunk_scan(
+            x, dt, A, B, C, 8, D=D, initial_states=initial, return_final_states=True
+        ),
+    ):
+        loss = (y * weights[0]).sum() + (state * weights[1]).sum()
+        results.append((y, state, *torch.autograd.grad(loss, inputs)))
+    for mine, other in zip(*results, strict=True):
+        assert (mine - other).abs().max() <= 1e-5 * other.abs().max()
 
 
 def test_scan_without_initial_state_starts_from_zero() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +43,11 @@ def command(run: RunFolder, verb: str, *overrides: str) -> int:
     with pytest.raises(SystemExit) as exit:
         main([verb, f"root={run.path.parent}", f"run={run.id}", *overrides])
     return int(exit.value.code or 0)
+
+
+def assert_refused(
+    run: RunFolder, verb: str, overrides: Sequence[str], message: str, capsys: Any
+) -> None:
+    """The verb ends with exit code 2 and a message."""
+    assert command(run, verb, *overrides) == 2
+    assert message in capsys.readouterr().err

@@ -19,6 +19,8 @@ from pipeline.export.stage import export
 from pipeline.hf_folder import read_model_config, read_tensors
 from pipeline.runs import RunFolder
 from pipeline.train import checkpoint
+from tests.model.conftest import build_config
+from tests.model.peer import assert_same_computation, randomized
 from tests.pipeline.exported import STEPS, trained_run, with_export
 
 pytestmark = pytest.mark.slow
@@ -26,20 +28,6 @@ pytestmark = pytest.mark.slow
 transformers = pytest.importorskip("transformers")
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
-SHAPE = {
-    "pattern": "M-M*-",
-    "vocab_size": 101,
-    "hidden_size": 48,
-    "ffn_hidden_size": 80,
-    "num_attention_heads": 4,
-    "num_kv_heads": 2,
-    "attention_head_dim": 16,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 12,
-    "mamba_state_size": 10,
-    "mamba_num_groups": 2,
-    "mamba_chunk_size": 8,
-}
 CASES = {
     "2 groups": {},
     "8 groups, odd vocabulary": {"mamba_num_groups": 8, "vocab_size": 77},
@@ -59,40 +47,6 @@ def quiet(line: str) -> None:
     pass
 
 
-def random_model(changes: dict, seed: int = 3) -> HybridModel:
-    """No parameter stands at a special value, so that each one's place matters."""
-    model = HybridModel(ModelConfig(**{**SHAPE, **changes}), seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.add_(noise, alpha=0.1 if parameter.dim() == 1 else 0.05)
-    return model
-
-
-def assert_same_computation(model: HybridModel, theirs: torch.nn.Module) -> None:
-    """Logits, loss and every gradient agree within 1e-4 in FP32."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, model.config.vocab_size, (2, 29), generator=generator)
-    labels = tokens.roll(-1, 1)
-    labels[:, -1] = -100
-    seq_idx = torch.zeros(2, 29, dtype=torch.int32)
-    loss_sum, num_valid = model.loss(tokens, labels, seq_idx)
-    (loss_sum / num_valid).backward()
-    output = theirs(tokens, labels=tokens, use_cache=False)
-    output.loss.backward()
-    torch.testing.assert_close(model.logits(tokens, seq_idx), output.logits, atol=1e-4, rtol=0)
-    torch.testing.assert_close(loss_sum / num_valid, output.loss, atol=1e-4, rtol=0)
-    gradients = {name: p.grad for name, p in theirs.named_parameters()}
-    if model.config.tie_embeddings:
-        gradients["model.embeddings.weight"] += gradients["lm_head.weight"]
-        gradients["lm_head.weight"] = gradients["model.embeddings.weight"]
-    for name, gradient in from_nemotron_h(gradients, model.config).items():
-        torch.testing.assert_close(
-            model.get_parameter(name).grad, gradient, atol=1e-4, rtol=0, msg=name
-        )
-
-
 def write_model(folder: Path, model: HybridModel, shard_bytes: int) -> None:
     folder.mkdir()
     write_json(folder / "config.json", config_to_nemotron_h(model.config))
@@ -101,7 +55,7 @@ def write_model(folder: Path, model: HybridModel, shard_bytes: int) -> None:
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_transformers_computes_what_we_do_from_our_folder(tmp_path: Path, changes: dict) -> None:
-    model = random_model(changes)
+    model = randomized(build_config(**changes))
     write_model(tmp_path / "ours", model, shard_bytes=40_000)
     assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -113,7 +67,7 @@ def test_transformers_computes_what_we_do_from_our_folder(tmp_path: Path, change
 
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 def test_we_compute_what_transformers_does_from_its_folder(tmp_path: Path, changes: dict) -> None:
-    source = random_model(changes, seed=5)
+    source = randomized(build_config(**changes), seed=5)
     values = config_to_nemotron_h(source.config)
     theirs = transformers.NemotronHForCausalLM(transformers.NemotronHConfig(**values))
     theirs.load_state_dict(to_nemotron_h(source.state_dict(), source.config))

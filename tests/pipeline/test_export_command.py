@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.config import Config
 from pipeline.runs import RunFolder
-from tests.pipeline.exported import STEPS, command, trained_run
+from tests.pipeline.exported import STEPS, assert_refused, command, trained_run
 
 pytestmark = pytest.mark.slow
 
@@ -71,5 +71,4 @@ def test_a_mistake_gets_one_message_and_exit_code_2(
     message: str,
 ) -> None:
     _, run = trained
-    assert command(run, "export", *overrides) == 2
-    assert message in capsys.readouterr().err
+    assert_refused(run, "export", overrides, message, capsys)

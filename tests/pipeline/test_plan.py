@@ -60,21 +60,40 @@ def _block(name: str) -> int:
 
 
 def test_replicated_weights_do_not_fit_and_the_plan_says_what_would() -> None:
-    config = composed(PAPER)
+    config = composed(PAPER, "cluster.shard=1")
     assert not estimate.fits(config, estimate.estimate(config))
-    assert any("DOES NOT FIT" in line and "shards" in line for line in describe(config))
-    sharded = composed(PAPER, "plan.shards=8")
+    assert any("DOES NOT FIT" in line and "cluster.shard" in line for line in describe(config))
+    sharded = composed(PAPER, "cluster.shard=8")
     assert estimate.fits(sharded, estimate.estimate(sharded))
 
 
+@pytest.mark.parametrize(
+    ("shard", "layout"), [(0, (1, 64)), (1, (64, 1)), (8, (8, 8)), (64, (1, 64))]
+)
+def test_the_plan_shares_weights_as_training_will(shard: int, layout: tuple[int, int]) -> None:
+    found = estimate.layout_of(composed(PAPER, f"cluster.shard={shard}"))
+    assert (found.replicas, found.shards) == layout
+
+
+def test_what_is_sent_follows_the_phases_precision_and_the_cluster_s_switches() -> None:
+    sent = estimate.estimate(composed(PAPER)).sent
+    assert set(sent) == {"gather weights", "scatter gradients"}
+    plain = estimate.estimate(composed(PAPER, "cluster.fp4_gather=false")).sent
+    assert plain["gather weights"] > 1.5 * sent["gather weights"]
+    kept = estimate.estimate(composed(PAPER, "cluster.scatter_each_micro_batch=false"))
+    assert sent["scatter gradients"] == pytest.approx(12 * kept.sent["scatter gradients"])
+    scattered = estimate.estimate(composed(PAPER)).memory["full"]["gradients"]
+    assert kept.memory["full"]["gradients"] == scattered + 4 * 12_310_001_152
+
+
 def test_auto_finds_the_fewest_nodes_that_fit() -> None:
-    raw = composed_raw(PAPER, "cluster=h100", "cluster.nodes=auto", "plan.shards=16")
+    raw = composed_raw(PAPER, "cluster=h100", "cluster.nodes=auto", "cluster.shard=16")
     found = estimate.smallest(raw)
     assert found.cluster.nodes == 2
     assert found.cluster.workers == 16
     roomy = composed_raw("+experiment=1b_dense_nvfp4", "cluster=h200", "cluster.nodes=auto")
     assert estimate.smallest(roomy).cluster.nodes == 1
-    never = composed_raw(PAPER, "cluster=h100", "cluster.nodes=auto")
+    never = composed_raw(PAPER, "cluster=h100", "cluster.nodes=auto", "cluster.shard=1")
     with pytest.raises(ConfigError, match="more nodes do not help"):
         estimate.smallest(never)
     with pytest.raises(ConfigError, match="auto is for plan"):
@@ -86,7 +105,7 @@ def test_auto_finds_the_fewest_nodes_that_fit() -> None:
     [
         (["train.micro_batch=5"], "not a multiple"),
         (["cluster.nodes=200"], "at most 736 workers"),
-        (["plan.shards=7"], "does not divide"),
+        (["cluster.shard=7"], "does not divide"),
         (["model.mamba_num_groups=7"], "mamba_num_heads"),
         (["model.pattern=MX-"], "pattern"),
         (["model.ffn_hidden_size=20481"], "ffn_hidden_size|20481"),
@@ -147,7 +166,7 @@ def test_the_command_needs_neither_ray_nor_mlflow_nor_data() -> None:
     script = (
         "import json, sys, time\n"
         "from pipeline.cli import main\n"
-        f"try: main(['plan', '{PAPER}', 'cluster=gb200_nvl72', 'nodes=8', 'shards=8'])\n"
+        f"try: main(['plan', '{PAPER}', 'cluster=gb200_nvl72', 'nodes=8', 'cluster.shard=8'])\n"
         "except SystemExit as end: code = end.code\n"
         "print(json.dumps([code, time.process_time(), sorted(sys.modules)]))\n"
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import HybridModel, ModelConfig, flops_per_token
+from model import HybridModel, ModelConfig, count_parameters, flops_per_token
 from model import loss as model_loss
 from pipeline.config import Config, HardwareConfig, PlanConfig
 from pipeline.plan import formulas, linears
@@ -202,9 +202,30 @@ def test_communication_is_what_the_rings_send() -> None:
     both = formulas.communication(parameters, gathered, Layout(2, 4), 3)
     assert both == {
         "gather weights": 2 * 3 * 3 / 4 * gathered,
-        "reduce-scatter gradients": 3 / 4 * 4 * parameters,
+        "scatter gradients": 3 * 3 / 4 * 4 * parameters,
         "all-reduce gradients": 2 * 1 / 2 * 4 * parameters / 4,
     }
+    once = formulas.communication(parameters, gathered, Layout(2, 4, scatter_each=False), 3)
+    assert once["scatter gradients"] == 3 / 4 * 4 * parameters
+
+
+def test_weights_are_gathered_in_the_precision_that_their_linears_read() -> None:
+    config = config_of(WIDE, "nvfp4_paper")
+    kinds = linears.kinds_of(linears.linears_of(config))
+    parameters = count_parameters(WIDE)["total"]
+
+    def gathered(shards: int, mode: str = "recipe", codes: bool = True) -> float:
+        layout = Layout(1, shards, fp4_gather=codes)
+        return formulas.gathered_bytes(WIDE, kinds, parameters, layout, mode)
+
+    sizes = [(linear.recipe.quantized, count * linear.elements) for linear, count in kinds]
+    quantized, plain = (sum(n for is_, n in sizes if is_ == want) for want in (True, False))
+    rest = parameters - quantized - plain
+    assert quantized
+    assert gathered(2) == quantized * (4 + 8 / 256) / 8 + plain * 2 + rest * 4
+    in_bf16 = (quantized + plain) * 2 + rest * 4
+    assert gathered(2, mode="bf16") == gathered(2, codes=False) == in_bf16
+    assert gathered(7) == in_bf16  # no multiple of 16 rows on each of seven
 
 
 def test_a_sum_over_domains_crosses_the_network_with_its_part_alone() -> None:
