@@ -134,7 +134,7 @@ class HarnessModel(TemplateLM):
         counts = []
         for request in requests:
             pairs = get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
+                token_list=self.tok_encode(request.args[0], add_special_tokens=False),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,

@@ -19,13 +19,14 @@ class TextTokenizer(Protocol):
 
 
 class Plain:
-    """A `tokenizers.Tokenizer` that adds no special tokens."""
+    """A `tokenizers.Tokenizer` that adds no special token, or `bos_id` before a text."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, bos_id: int | None = None) -> None:
+        self.tokenizer, self.bos_id = tokenizer, bos_id
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        first = [] if self.bos_id is None or special is False else [self.bos_id]
+        return [*first, *self.tokenizer.encode(text, add_special_tokens=False).ids]
 
     def decode(self, ids: Sequence[int], keep_special: bool = False) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=not keep_special)

@@ -1,8 +1,10 @@
-// Rows of token ids: read from a mapped file with their check, and laid out as a language model reads
-// them (ids, labels and document numbers) in one pass each.
+// Rows of token ids: read from mapped files with their check, and laid out as a language model reads
+// them (ids, labels and document numbers): each step alone, or both while a unit is in the cache.
 //
 // A unit is `length` + 1 stored ids, the last one being the label of the one before; it is cut into
 // rows of `row` ids. Legend: U units.
+
+#include <sys/stat.h>
 
 #include <cstdint>
 #include <cstring>
@@ -14,12 +16,12 @@ constexpr int64_t STRIDE = 64;  // ids looked at together: an end of a document 
 template <typename Id>
 void lay_out_unit(const Id *ids, int64_t length, int64_t row, Id eos, int64_t label_at_end,
                   int64_t *tokens, int64_t *labels, int32_t *numbers) {
-    for (int64_t i = 0; i < length; ++i) tokens[i] = ids[i];
-    for (int64_t i = 0; i < length; ++i) labels[i] = ids[i + 1];
     for (int64_t start = 0; start < length; start += row) {
         int32_t number = 0;
         for (int64_t at = start; at < start + row; at += STRIDE) {
             const int64_t end = at + STRIDE < start + row ? at + STRIDE : start + row;
+            for (int64_t i = at; i < end; ++i) tokens[i] = ids[i];
+            for (int64_t i = at; i < end; ++i) labels[i] = ids[i + 1];
             int found = 0;
             for (int64_t i = at; i < end; ++i) found |= ids[i] == eos;
             if (!found) {
@@ -46,12 +48,54 @@ void lay_out_units(const Id *ids, int64_t units, int64_t length, int64_t row, in
 
 constexpr int64_t BLOCK = 512;  // bytes under one sum, as in pipeline/data/blocks.py
 
-uint64_t sum_of_block(const uint8_t *bytes, int64_t count) {
-    uint64_t words[BLOCK / 8] = {};  // an incomplete last block counts as if zeros followed
-    std::memcpy(words, bytes, count);
+uint64_t sum_of_block(const uint8_t *bytes) {
     uint64_t sum = 0;
-    for (uint64_t word : words) sum += word;
+    for (int64_t i = 0; i < BLOCK; i += 8) {
+        uint64_t word;
+        std::memcpy(&word, bytes + i, 8);
+        sum += word;
+    }
     return sum;
+}
+
+// Whether the blocks that bytes begin .. end - 1 of a file lie in have their sums.
+bool is_intact(const uint8_t *file, int64_t size, const uint64_t *sums, int64_t begin, int64_t end) {
+    int64_t at = begin / BLOCK * BLOCK;
+    bool same = true;
+    for (; at < end && at + BLOCK <= size; at += BLOCK)
+        same &= sum_of_block(file + at) == sums[at / BLOCK];
+    if (at >= end) return same;
+    uint8_t last[BLOCK] = {};  // an incomplete last block counts as if zeros followed
+    std::memcpy(last, file + at, size - at);
+    return same & (sum_of_block(last) == sums[at / BLOCK]);
+}
+
+// Where a unit lies: in a file mapped at an address, with its sums at another.
+struct Place {
+    int64_t file, size, sums, begin, descriptor;
+
+    // To touch what a mapped file has lost kills the process, so its size is asked each time.
+    bool is_intact(int64_t bytes) const {
+        struct stat now;
+        return file && fstat(static_cast<int>(descriptor), &now) == 0 && now.st_size == size &&
+               ::is_intact(start(), size, reinterpret_cast<const uint64_t *>(sums), begin,
+                           begin + bytes);
+    }
+
+    const uint8_t *start() const { return reinterpret_cast<const uint8_t *>(file); }
+};
+
+template <typename Id>
+void read_units(const Place *places, int64_t units, int64_t length, int64_t row, int64_t eos,
+                int64_t label_at_end, int64_t *tokens, int64_t *labels, int32_t *numbers,
+                uint8_t *intact) {
+    for (int64_t u = 0; u < units; ++u) {
+        intact[u] = places[u].is_intact((length + 1) * static_cast<int64_t>(sizeof(Id)));
+        if (intact[u])
+            lay_out_unit(reinterpret_cast<const Id *>(places[u].start() + places[u].begin), length,
+                         row, static_cast<Id>(eos), label_at_end, tokens + u * length,
+                         labels + u * length, numbers + u * length);
+    }
 }
 
 }  // namespace
@@ -64,13 +108,23 @@ void read_ranges(const uint8_t *file, int64_t size, const uint64_t *sums, int64_
                  const int64_t *begins, int64_t count, const int64_t *rows, uint8_t *out,
                  uint8_t *intact) {
     for (int64_t k = 0; k < num; ++k) {
-        const int64_t begin = begins[k], end = begin + count;
-        bool same = true;
-        for (int64_t at = begin / BLOCK * BLOCK; at < end; at += BLOCK)
-            same &= sum_of_block(file + at, size - at < BLOCK ? size - at : BLOCK) == sums[at / BLOCK];
-        std::memcpy(out + rows[k] * count, file + begin, count);
-        intact[k] = same;
+        intact[k] = is_intact(file, size, sums, begins[k], begins[k] + count);
+        std::memcpy(out + rows[k] * count, file + begins[k], count);
     }
+}
+
+// Check and lay out units of ids of `size` bytes each, as `lay_out_rows` does, from five words each
+// (`Place`). Nothing is written for a unit that is not `intact`, or of no file.
+void read_rows(const int64_t *places, int size, int64_t units, int64_t length, int64_t row,
+               int64_t eos, int64_t label_at_end, int64_t *tokens, int64_t *labels,
+               int32_t *numbers, uint8_t *intact) {
+    const Place *of = reinterpret_cast<const Place *>(places);
+    if (size == 2)
+        read_units<uint16_t>(of, units, length, row, eos, label_at_end, tokens, labels, numbers,
+                             intact);
+    else
+        read_units<uint32_t>(of, units, length, row, eos, label_at_end, tokens, labels, numbers,
+                             intact);
 }
 
 // ids [U, length + 1] of `size` bytes each -> tokens, labels, numbers [U * length].

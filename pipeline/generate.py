@@ -56,8 +56,9 @@ def generate(config: Config, run: RunFolder, out: TextIO | None = None) -> None:
     tokenizer = load_tokenizer(dataset.tokenizer_path)
     model, precision = load_model(config, find_checkpoint(config, run), inference_device())
     precision.mode = "bf16"
+    first = [] if dataset.bos_id is None else [dataset.bos_id]  # as documents began in training
     for number, prompt in enumerate(prompts):
-        ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+        ids = [*first, *tokenizer.encode(prompt, add_special_tokens=False).ids]
         stream = TextStream(tokenizer, out)
         out.write(prompt)
         out.flush()

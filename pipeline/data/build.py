@@ -16,7 +16,8 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -145,7 +146,7 @@ class _Sources:
         laps.end("tokenize")
         written = self._write_shards(numbers, parts, located, (vocab_size, eos_id))
         apart = [rows[n] for n in numbers for rows in (chosen.holdout, chosen.reserved)]
-        texts = self.corpus.texts(documents.id_N[np.concatenate(apart)])
+        texts = dict(self.corpus.texts(documents.id_N[np.concatenate(apart)]))
         for number in numbers:
             name = list(data.sources)[number]
             held_out = _texts(documents, chosen.holdout[number], texts)
@@ -201,8 +202,8 @@ def _tokenizer(
         if data.tokenizer.path is None:
             size = data.tokenizer.training_bytes
             sample = np.concatenate(tokenizer_sample(documents, selection.training, size))
-            texts = corpus.texts(documents.id_N[sample])
-            trained = train_tokenizer(_texts(documents, sample, texts), data.tokenizer)
+            texts = (text for _, text in corpus.texts(documents.id_N[sample]))
+            trained = train_tokenizer(texts, data.tokenizer)
             content = trained.to_str(pretty=True)
         else:
             content = tokenizer_json(data.tokenizer.path)
@@ -211,32 +212,39 @@ def _tokenizer(
     return load_tokenizer(path)
 
 
-def _describe(index: pa.Table, num_sources: int) -> tuple[Documents, list[dict[str, int]]]:
+def _describe(
+    index: Iterable[tuple[int, pa.RecordBatch]], num_sources: int
+) -> tuple[Documents, list[dict[str, int]]]:
     """The documents of the index, and for each source how many items were read and of what kind."""
-    items = []
-    source = pa.array(index["id"].to_numpy() >> SOURCE_SHIFT)
-    for number in range(num_sources):
-        statuses = index["status"].filter(pc.equal(source, number))
-        found = {entry["values"]: entry["counts"] for entry in statuses.value_counts().to_pylist()}
-        items.append({"read": len(statuses), **{kind: found.get(kind, 0) for kind in NO_DOCUMENT}})
-    kept = index.filter(pc.equal(index["status"], DOCUMENT)).combine_chunks()
+    items = [{"read": 0, **dict.fromkeys(NO_DOCUMENT, 0)} for _ in range(num_sources)]
+    batches = []
+    for source, batch in index:
+        items[source]["read"] += len(batch)
+        for kind, count in Counter(batch["status"].to_pylist()).items():
+            if kind != DOCUMENT:
+                items[source][kind] += count
+        batches.append(batch.filter(pc.equal(batch["status"], DOCUMENT)).drop_columns("status"))
+    kept = pa.Table.from_batches(batches)
+    id_N = kept["id"].to_numpy()
     documents = Documents(
-        id_N=kept["id"].to_numpy(),
-        source_N=kept["id"].to_numpy() >> SOURCE_SHIFT,
+        id_N=id_N,
+        source_N=(id_N >> SOURCE_SHIFT).astype(np.int8),
         hash_N4=_hash_words(kept["sha256"]),
         bytes_N=kept["bytes"].to_numpy(),
-        reserved_N=kept["reserved"].to_numpy(zero_copy_only=False),
+        reserved_N=kept["reserved"].to_numpy(),
     )
     return documents, items
 
 
 def _hash_words(hashes: pa.ChunkedArray) -> NDArray[np.uint64]:
     """SHA-256 digests as four big-endian words each [N, 4]."""
-    words = [np.empty(0, dtype=">u8")]
+    words, filled = np.empty((len(hashes), 4), np.uint64), 0
     for chunk in hashes.chunks:
         start, count = 32 * chunk.offset, 4 * len(chunk)
-        words.append(np.frombuffer(chunk.buffers()[1], dtype=">u8", count=count, offset=start))
-    return np.concatenate(words).reshape(-1, 4).astype(np.uint64)
+        found = np.frombuffer(chunk.buffers()[1], dtype=">u8", count=count, offset=start)
+        words[filled : filled + len(chunk)] = found.reshape(-1, 4)
+        filled += len(chunk)
+    return words
 
 
 def _check_selection(

@@ -30,7 +30,7 @@ import ray.data
 from numpy.typing import NDArray
 
 from pipeline.config import ConfigError
-from pipeline.data.document import DOCUMENT
+from pipeline.data.document import DOCUMENT, Item
 from pipeline.data.files import is_full, whole_file
 from pipeline.data.shards import token_dtype
 from pipeline.data.sources import ReadTask, read_task
@@ -48,7 +48,8 @@ _INDEX = pa.schema(
 _TEXT = pa.schema([("id", pa.int64()), ("text", pa.large_string())])
 _FULL = "full"  # a failure that is no sentence
 SPARE_CPUS = 2  # of those declared, see `pipeline.ray_session`
-_BATCH_BYTES = 4 << 20  # of text written, read or tokenized at once
+_BATCH_BYTES = 1 << 20  # of text read, written or tokenized at once: its tokens take 40 times that
+_ITEM_BYTES = 100  # that an item without text counts for
 
 _NO_TOKENS = np.empty(0, np.uint16)
 
@@ -136,36 +137,36 @@ class Corpus:
         run_tasks(read, numbers)
         return len(numbers)
 
-    def items(self) -> pa.Table:
-        """The index of all items, by `_INDEX`, with ids unique over all sources."""
-        tables = []
-        for task in self.tasks:
-            with pa.OSFile(str(self.index / f"{task.key}.arrow")) as file:
-                table = pa.ipc.open_file(file).read_all()
-            ids = pa.array(table["id"].to_numpy() + task.first_id)
-            tables.append(table.set_column(0, "id", ids))
-        return pa.concat_tables(tables)
+    def items(self) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """The index of all items in pieces, by `_INDEX`, with ids unique over all sources.
 
-    def texts(self, ids: Ids) -> dict[int, str]:
-        """The texts of some documents, by id."""
+        Each with its source's number.
+        """
+        for task in self.tasks:
+            for batch in _batches(self.index / f"{task.key}.arrow"):
+                ids = pa.array(batch["id"].to_numpy() + task.first_id)
+                yield task.source, batch.set_column(0, "id", ids)
+
+    def texts(self, ids: Ids) -> Iterator[tuple[int, str]]:
+        """Some documents, each with its id, in the order of ids."""
         tasks, text, parts = self.tasks, self._text, self._parts
         wanted = self._wanted(ids)
 
         def fetch(number: int) -> None:
             stem = wanted[number]
-            chosen = _chosen(text / f"{tasks[number].key}.arrow", parts / f"{stem}.npy")
-            _write_table(parts / f"{stem}.arrow", _TEXT, chosen)
+            with _new_table(parts / f"{stem}.arrow", _TEXT) as out:
+                for batch in _chosen(text / f"{tasks[number].key}.arrow", parts / f"{stem}.npy"):
+                    out.write(batch)
 
         waiting = [n for n, stem in wanted.items() if not (parts / f"{stem}.arrow").is_file()]
         self._ensure_text(waiting)
         run_tasks(fetch, waiting)
-        found: dict[int, str] = {}
-        for number, stem in wanted.items():
-            with pa.OSFile(str(parts / f"{stem}.arrow")) as file:
-                table = pa.ipc.open_file(file).read_all()
-            ids_D = table["id"].to_numpy() + tasks[number].first_id
-            found |= dict(zip(ids_D.tolist(), table["text"].to_pylist(), strict=True))
-        return found
+        return (
+            (tasks[number].first_id + id_, text)
+            for number, stem in wanted.items()
+            for batch in _batches(parts / f"{stem}.arrow")
+            for id_, text in zip(*(batch[name].to_pylist() for name in ("id", "text")), strict=True)
+        )
 
     def tokenize(
         self, ids: Ids, vocab_size: int, eos_id: int, bos_id: int | None
@@ -244,50 +245,57 @@ class Corpus:
 def _read(
     task: ReadTask, evaluations: tuple[tuple[str, bytes], ...], index: Path, text: Path
 ) -> None:
-    """The task's texts and its index, in this order: who finds the index may count on both."""
-    rows: list[tuple[Any, ...]] = []
-
-    def documents() -> Iterator[pa.Table]:
-        ids: list[int] = []
-        texts: list[str] = []
-        size = 0
-        for id_, item in read_task(task, evaluations):
-            raw, local = item.text.encode(), id_ - task.first_id
-            digest = hashlib.sha256(raw).digest()
-            rows.append((local, item.status, item.reserved, len(raw), digest))
-            if item.status == DOCUMENT:
-                ids.append(local)
-                texts.append(item.text)
-                size += len(raw)
-            if size >= _BATCH_BYTES:
-                yield pa.table([ids, texts], schema=_TEXT)
-                ids, texts, size = [], [], 0
-        if ids:
-            yield pa.table([ids, texts], schema=_TEXT)
-
-    _write_table(text, _TEXT, documents())
-    columns = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in _INDEX]
-    _write_table(index, _INDEX, [pa.table(columns, schema=_INDEX)])
+    """The task's texts and its index, which appears last: who finds it may count on both."""
+    with _new_table(index, _INDEX) as indexed, _new_table(text, _TEXT) as written:
+        for items in _in_batches(read_task(task, evaluations)):
+            rows = []
+            for id_, item in items:
+                raw = item.text.encode()
+                digest = hashlib.sha256(raw).digest()
+                rows.append((id_ - task.first_id, item.status, item.reserved, len(raw), digest))
+            documents = [(id_ - task.first_id, i.text) for id_, i in items if i.status == DOCUMENT]
+            indexed.write(_record_batch(rows, _INDEX))
+            written.write(_record_batch(documents, _TEXT))
 
 
-def _write_table(
-    path: Path, schema: pa.Schema, tables: Iterator[pa.Table] | list[pa.Table]
-) -> None:
+def _in_batches(items: Iterator[tuple[int, Item]]) -> Iterator[list[tuple[int, Item]]]:
+    batch, size = [], 0
+    for numbered in items:
+        batch.append(numbered)
+        size += len(numbered[1].text) + _ITEM_BYTES
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _record_batch(rows: Sequence[tuple[Any, ...]], schema: pa.Schema) -> pa.RecordBatch:
+    columns = [list(column) for column in zip(*rows, strict=True)] or [[] for _ in schema]
+    return pa.record_batch(columns, schema=schema)
+
+
+@contextmanager
+def _new_table(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatchFileWriter]:
     options = pa.ipc.IpcWriteOptions(compression="lz4")
     with whole_file(path) as file, pa.ipc.new_file(file, schema, options=options) as out:
-        for table in tables:
-            out.write_table(table)
+        yield out
 
 
-def _chosen(text: Path, wanted: Path) -> Iterator[pa.Table]:
-    """The documents of a task that are asked for, in batches."""
-    sorted_ids = np.load(wanted)
-    with pa.memory_map(str(text)) as file:
+def _batches(path: Path) -> Iterator[pa.RecordBatch]:
+    """The batches of a table, one in memory at a time: a mapped file would add its pages."""
+    with pa.OSFile(str(path)) as file:
         reader = pa.ipc.open_file(file)
         for number in range(reader.num_record_batches):
-            batch = reader.get_batch(number)
-            found = np.isin(batch["id"].to_numpy(), sorted_ids, assume_unique=True)
-            yield pa.Table.from_batches([batch.filter(pa.array(found))])
+            yield reader.get_batch(number)
+
+
+def _chosen(text: Path, wanted: Path) -> Iterator[pa.RecordBatch]:
+    """The documents of a task that are asked for, in batches."""
+    sorted_ids = np.load(wanted)
+    for batch in _batches(text):
+        found = np.isin(batch["id"].to_numpy(), sorted_ids, assume_unique=True)
+        yield batch.filter(pa.array(found))
 
 
 @lru_cache(1)

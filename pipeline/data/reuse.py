@@ -6,14 +6,17 @@ and the layout. Equal `made_of` and name, equal files.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import DataConfig, digest
 from pipeline.data.files import link
-from pipeline.data.selection import Documents, Selection
+from pipeline.data.selection import Documents, Rows, Selection
 from pipeline.data.shards import DataError, read_manifest
+
+_PIECE = 65_536  # documents
 
 
 def made_of(
@@ -24,11 +27,21 @@ def made_of(
     if data.packing == "best_fit":
         layout.append(data.row_length)
     chosen = [
-        digest([documents.hash_N4[rows[number]].astype(">u8").tobytes().hex()])
+        _digest_of(documents, rows[number])
         for rows in (selection.training, selection.holdout, selection.reserved)
     ]
     names = [data.tokenizer.eos_token, data.tokenizer.bos_token]
     return digest([tokenizer, names, layout, chosen])
+
+
+def _digest_of(documents: Documents, rows: Rows) -> str:
+    """`digest` of a list of one string, all the hashes in hexadecimal, which is made in pieces."""
+    found = hashlib.sha256(b'["')
+    for first in range(0, len(rows), _PIECE):
+        words = documents.hash_N4[rows[first : first + _PIECE]].astype(">u8")
+        found.update(words.tobytes().hex().encode())
+    found.update(b'"]')
+    return found.hexdigest()
 
 
 def reusable(corpora: Path, name: str, wanted: str) -> tuple[Path, dict[str, Any]] | None:

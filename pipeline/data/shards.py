@@ -15,6 +15,7 @@ shards; unit r of length L is tokens r*L .. (r+1)*L, with one more token read as
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,10 +32,11 @@ from pipeline.data.blocks import (
     DamagedShardError,
     DataError,
     LocalFiles,
+    MappedFile,
     RemoteFiles,
     write_sums,
 )
-from pipeline.data.tokenizer import TOKENIZER_FILE, read_token_bytes
+from pipeline.data.tokenizer import TOKENIZER_FILE, load_tokenizer, read_token_bytes
 
 FORMAT = "token-shards"
 FORMAT_VERSION = 2
@@ -89,6 +91,12 @@ class Dataset:
         """Names of the sources, in the configuration's order."""
         return tuple(self.manifest["sources"])
 
+    @cached_property
+    def bos_id(self) -> int | None:
+        """The token that begins each document, where the corpus was prepared with one."""
+        token = self.manifest["tokenizer"].get("bos_token")
+        return load_tokenizer(self.tokenizer_path).token_to_id(token) if token else None
+
     def num_tokens(self, source: str) -> int:
         """Tokens of the training part, end-of-document tokens included."""
         return self._source(source)["tokens"]
@@ -115,6 +123,22 @@ class Dataset:
             filled, shard = filled + part, shard + 1
         return out
 
+    def read_intact(
+        self, source: str, count: int
+    ) -> tuple[NDArray[np.unsignedinteger], list[DamagedShardError]]:
+        """The first `count` tokens of a source's stream, passing over damaged shards; and these."""
+        found, damaged = [np.empty(0, self.dtype)], []
+        for shard in self._source(source)["shards"]:
+            try:
+                found.append(self.files.read(shard, 0, min(count, shard["tokens"])))
+            except DamagedShardError as error:
+                damaged.append(error)
+                continue
+            count -= len(found[-1])
+            if not count:
+                break
+        return np.concatenate(found), damaged
+
     def read_units(
         self,
         names: Sequence[str],
@@ -129,33 +153,60 @@ class Dataset:
         """
         tokens_UT = np.empty((len(row_U), unit_length + 1), dtype=self.dtype)
         damaged: dict[int, str] = {}
-        alone: list[tuple[int, str, int]] = []  # unit, source, start: what is read one by one
-        for number in np.unique(source_U):
-            name, units = names[number], np.flatnonzero(source_U == number)
-            start_K, borders = row_U[units] * unit_length, self._borders[name]
-            shard_K = np.searchsorted(borders, start_K, side="right") - 1
-            together_K = start_K + unit_length < borders[shard_K + 1]  # not across a border
-            together_K &= self.files is self.local
-            for shard in np.unique(shard_K[together_K]):
-                at = np.flatnonzero(together_K & (shard_K == shard))
-                entry, begin_K = self._source(name)["shards"][shard], start_K[at] - borders[shard]
-                intact_K = self.local.read_many(entry, begin_K, units[at], tokens_UT)
-                damaged |= dict.fromkeys(units[at[~intact_K]].tolist(), entry["file"])
-            rest = np.flatnonzero(~together_K)
-            alone += zip(
-                units[rest].tolist(), [name] * len(rest), start_K[rest].tolist(), strict=True
-            )
+        together_U = np.zeros(len(row_U), bool)
+        if self.files is self.local:
+            for entry, unit_K, begin_K in self._by_shard(names, source_U, row_U, unit_length):
+                intact_K = self.local.read_many(entry, begin_K, unit_K, tokens_UT)
+                damaged |= dict.fromkeys(unit_K[~intact_K].tolist(), entry["file"])
+                together_U[unit_K] = True
 
-        def read_alone(item: tuple[int, str, int]) -> None:
-            unit, name, start = item
+        def read_alone(unit: int) -> None:
+            name, start = names[source_U[unit]], int(row_U[unit]) * unit_length
             try:
                 tokens_UT[unit] = self.read(name, start, unit_length + 1)
             except DamagedShardError as error:
                 damaged[unit] = error.file
 
-        list(self.files.map(read_alone, alone))
+        list(self.files.map(read_alone, np.flatnonzero(~together_U).tolist()))
         tokens_UT[list(damaged)] = self.eos_id
         return tokens_UT, damaged
+
+    def places(
+        self,
+        names: Sequence[str],
+        source_U: NDArray[np.int64],
+        row_U: NDArray[np.int64],
+        unit_length: int,
+    ) -> tuple[NDArray[np.int64], list[MappedFile]]:
+        """Where units lie in this machine's memory, for `kernels.cpu.read_rows` [U, 5].
+
+        Zeros for those that lie across two shards, or in a file that cannot be mapped. The places
+        hold as long as the files that come with them.
+        """
+        place_U5, files = np.zeros((len(row_U), 5), np.int64), []
+        for entry, unit_K, begin_K in self._by_shard(names, source_U, row_U, unit_length):
+            with contextlib.suppress(DamagedShardError):
+                files.append(self.local.mapped(entry))
+                place_U5[unit_K] = files[-1].places(begin_K * self.dtype.itemsize)
+        return place_U5, files
+
+    def _by_shard(
+        self,
+        names: Sequence[str],
+        source_U: NDArray[np.int64],
+        row_U: NDArray[np.int64],
+        unit_length: int,
+    ) -> Iterator[tuple[dict[str, Any], NDArray[np.int64], NDArray[np.int64]]]:
+        """For each shard with whole units in it: its entry, which units, and their first tokens."""
+        for number in np.unique(source_U):
+            name, units = names[number], np.flatnonzero(source_U == number)
+            start_K, borders = row_U[units] * unit_length, self._borders[name]
+            shard_K = np.searchsorted(borders, start_K, side="right") - 1
+            whole_K = start_K + unit_length < borders[shard_K + 1]
+            for shard in np.unique(shard_K[whole_K]):
+                at = np.flatnonzero(whole_K & (shard_K == shard))
+                entry = self._source(name)["shards"][shard]
+                yield entry, units[at], start_K[at] - borders[shard]
 
     def shards_of(self, source: str, start: int, count: int) -> list[str]:
         """Names of the shards that hold tokens start .. start + count - 1 of a source's stream."""

@@ -7,11 +7,12 @@ has and how many padding tokens follow. A shard is written from its plan alone.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from pipeline.data.files import whole_file
 from pipeline.data.packing import Layout
 from pipeline.data.shards import describe_file, token_dtype, write_documents
 
-_OPEN_PARTS = 1024  # systems limit how many files a process maps
+_OPEN_PARTS = 1024  # systems limit how many files a process opens
 _PLAN = np.dtype([("part", "<i4"), ("start", "<i8"), ("count", "<i4"), ("padding", "<i4")])
 
 Integers = NDArray[np.int64]
@@ -62,12 +63,14 @@ def write_shard(
     dtype = token_dtype(vocab_size)
 
     @lru_cache(_OPEN_PARTS)
-    def mapped(part: int) -> NDArray[np.unsignedinteger]:
-        return np.memmap(parts / f"{names[part]}.tokens", dtype=dtype, mode="r")
+    def opened(part: int) -> BinaryIO:  # not mapped, which would add all its pages to memory
+        return (parts / f"{names[part]}.tokens").open("rb", buffering=0)
 
     def documents() -> Iterator[NDArray[np.unsignedinteger]]:
+        size = dtype.itemsize
         for part, start, count, padding in np.load(plan).tolist():
-            tokens = mapped(part)[start : start + count]
+            raw = os.pread(opened(part).fileno(), count * size, start * size)
+            tokens = np.frombuffer(raw, dtype)
             if padding:
                 tokens = np.append(tokens, np.full(padding, eos_id, dtype))
             yield tokens

@@ -57,6 +57,7 @@ class Measured:
     model, untrained: for the loss on packed rows, and as the first baseline; None for a model of
         another tokenizer, which reads the held-out documents as text.
     dataset: the prepared corpus; None: no loss by domain.
+    skip_damaged: whether the baselines may go without a shard that is damaged.
     """
 
     subject: Subject
@@ -64,6 +65,7 @@ class Measured:
     dataset: Dataset | None
     model: HybridModel | None = None
     untrained: HybridModel | None = None
+    skip_damaged: bool = False
 
 
 def check_tasks(config: EvalsConfig) -> None:
@@ -142,7 +144,7 @@ def _domains(
         if not len(rows.tokens_BT):
             progress(f"{name}: nothing is held out, so nothing is measured")
             continue
-        bigram = _fit_bigram(dataset, name)
+        bigram = _fit_bigram(dataset, name, measured.skip_damaged, progress)
         others = {
             "unigram": baseline_loss(bigram.unigram, rows, token_bytes),
             "bigram": baseline_loss(bigram, rows, token_bytes),
@@ -180,10 +182,17 @@ def _loss_of_text(subject: Subject, dataset: Dataset, source: str) -> DomainLoss
     )
 
 
-def _fit_bigram(dataset: Dataset, source: str) -> Bigram:
-    """Counts of the domain's training stream, which is what the model saw of the domain."""
-    tokens = dataset.read(source, 0, min(dataset.num_tokens(source), BASELINE_TOKENS))
-    return Bigram.fit(np.asarray(tokens), dataset.vocab_size, dataset.eos_id)
+def _fit_bigram(dataset: Dataset, source: str, skip_damaged: bool, progress: Progress) -> Bigram:
+    """Counts of the domain's training stream, which is what the model saw of the domain.
+
+    Raises `DamagedShardError`, with `skip_damaged` only where nothing is left.
+    """
+    tokens, damaged = dataset.read_intact(source, BASELINE_TOKENS)
+    for error in damaged:
+        if not skip_damaged or not len(tokens):
+            raise error
+        progress(f"{source}: the baselines go without {error.file}, which is damaged")
+    return Bigram.fit(tokens, dataset.vocab_size, dataset.eos_id)
 
 
 def _tasks(

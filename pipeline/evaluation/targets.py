@@ -152,15 +152,17 @@ def of_checkpoint(config: Config, found: Checkpoint, dataset: Dataset | None) ->
     return Measured(
         Subject(
             Hybrid(model),
-            Plain(load_tokenizer(dataset.tokenizer_path)),
+            Plain(load_tokenizer(dataset.tokenizer_path), dataset.bos_id),
             dataset.eos_id,
             config.evals.max_length or config.train.sequence_length,
             config.evals.batch_size,
+            dataset.bos_id,
         ),
         hashlib.sha256(manifest + config.evals.precision.encode()).hexdigest(),
         dataset,
         model,
         untrained.eval(),
+        config.data.on_corrupt == "skip",
     )
 
 
@@ -205,6 +207,7 @@ def of_folder(config: Config, folder: Path) -> Measured:
         ),
         folder_identity(folder),
         open_corpus(config.data, prepared) if prepared.is_dir() else None,
+        skip_damaged=config.data.on_corrupt == "skip",
     )
 
 

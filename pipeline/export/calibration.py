@@ -52,7 +52,7 @@ def _rows_of_text(path: Path, dataset: Dataset, length: int, settings: Any) -> B
     if not text.strip():
         raise ConfigError(f"export.calibration: {path} is empty")
     tokenizer = load_tokenizer(dataset.tokenizer_path)
-    (ids,) = encode_documents(tokenizer, [text], dataset.eos_id)
+    (ids,) = encode_documents(tokenizer, [text], dataset.eos_id, dataset.bos_id)
     num_rows = min(-(-len(ids) // length), max(settings.calibration_tokens // length, 1))
     padded = np.full(num_rows * length + 1, dataset.eos_id, dtype=dataset.dtype)
     used = ids[: len(padded)]

@@ -150,7 +150,7 @@ def _contents(
             shape,
             eos_token_id=eos,
             pad_token_id=eos,
-            bos_token_id=None,
+            bos_token_id=dataset.bos_id,
             max_position_embeddings=config.train.sequence_length,
             mamba_ssm_cache_dtype="float32",
             torch_dtype=dtype,
@@ -158,6 +158,8 @@ def _contents(
     except ValueError as error:
         raise ConfigError(f"export: {error}") from error
     generation = {"eos_token_id": eos, "pad_token_id": eos, "do_sample": False}
+    if dataset.bos_id is not None:
+        generation["bos_token_id"] = dataset.bos_id
     files = {CONFIG: values, "generation_config.json": generation}
     public = to_nemotron_h(model.state_dict(), shape)
     tensors = {

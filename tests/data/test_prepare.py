@@ -207,6 +207,7 @@ def test_an_interrupted_preparation_goes_on_and_gives_the_same(
     said: list[str] = []
     finished = Dataset.open(prepare(corpus, tmp_path, progress=said.append))
     assert "interrupted" in said[0]
+    assert finished.bos_id is None
     assert finished.content_hash == dataset.content_hash
     assert finished.manifest["made_by"]["parts_read"] == 0
     assert {name: (finished.folder / name).stat().st_mtime_ns for name in before} == before
@@ -336,6 +337,7 @@ def test_with_all_that_can_be_configured_the_content_hash_depends_on_no_parallel
     assert (counts["contaminated"], counts["filtered"], counts["empty"]) == (1, 16 + 1, 1)
     tokens = found.read("a", 0, found.num_tokens("a"))
     bos = load_tokenizer(found.tokenizer_path).token_to_id("<|begin|>")
+    assert found.bos_id == bos is not None
     assert found.num_tokens("a") == found.num_units("a", 256) * 256 + 1
     starts = np.flatnonzero(tokens == bos)
     assert len(starts) == found.manifest["sources"]["a"]["documents"]

@@ -66,6 +66,22 @@ def direct(hybrid: HybridModel, context: list[int], continuation: list[int]) -> 
     return nats, all(log_probs[0, p - 1].argmax().item() == sequence[p] for p in places)
 
 
+def test_a_text_begins_as_documents_do_where_they_begin_with_a_token(
+    hybrid: HybridModel, tokenizer: Tokenizer
+) -> None:
+    begins = 7
+    plain = Plain(tokenizer, begins)
+    workers = Local(Scorer(Hybrid(hybrid), plain, EOS))
+    model = HarnessModel(workers, plain, EOS, MAX_LENGTH, 3, prefix_id=begins)
+    cat, sat = (tokenizer.encode(text).ids for text in ("the cat", " sat"))
+    assert model.loglikelihood(requests(("the cat", " sat")))[0][0] == pytest.approx(
+        direct(hybrid, [begins, *cat], sat)[0], rel=1e-4
+    )
+    alone = direct(hybrid, [begins], cat)[0]
+    assert model.loglikelihood(requests(("", "the cat")))[0][0] == pytest.approx(alone, rel=1e-4)
+    assert model.loglikelihood_rolling(requests(("the cat",)))[0] == pytest.approx(alone, rel=1e-4)
+
+
 PAIRS = [
     ("the cat", " sat"),
     ("a", "b"),

@@ -13,6 +13,7 @@ import torch
 from model import HybridModel, ModelConfig
 from model.hf import config_to_nemotron_h, from_nemotron_h, to_nemotron_h
 from pipeline.config import Config, ConfigError
+from pipeline.data.shards import Dataset
 from pipeline.export import folder as export_folder
 from pipeline.export.folder import write_json, write_tensors
 from pipeline.export.stage import export
@@ -109,6 +110,19 @@ def test_the_folder_has_both_patterns_and_a_tokenizer_that_loads(
     assert tokenizer.eos_token_id == values["eos_token_id"]
     text = "words that repeat"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_tokenizer_begins_a_text_as_documents_began(
+    trained: tuple[Config, RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run = trained
+    monkeypatch.setattr(Dataset, "bos_id", 7)
+    folder, _ = export(with_export(config, "hf"), run, quiet)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    with_bos = tokenizer("words that")["input_ids"]
+    assert with_bos == [7, *tokenizer("words that", add_special_tokens=False)["input_ids"]]
+    values = json.loads((folder / "config.json").read_text())
+    assert values["bos_token_id"] == tokenizer.bos_token_id == 7
 
 
 def test_bfloat16_rounds_all_but_what_decides_decay(trained: tuple[Config, RunFolder]) -> None:

@@ -15,8 +15,9 @@ from torch import Tensor
 from model import HybridModel, ModelConfig
 from model.hf import linear_rows
 from pipeline.config import Config, ConfigError, PhaseConfig, PrecisionConfig
-from pipeline.data.shards import Dataset
+from pipeline.data.shards import Dataset, open_corpus
 from pipeline.data.stream import validation_rows
+from pipeline.export.calibration import calibration_rows
 from pipeline.export.packing import (
     COMPRESSED_TENSORS,
     MODELOPT,
@@ -336,6 +337,20 @@ def test_a_given_text_decides_the_input_scales(
     absent = with_export(config, MODELOPT, calibration=str(tmp_path / "none.txt"))
     with pytest.raises(ConfigError, match=r"none\.txt cannot be read"):
         export(absent, run, quiet)
+
+
+def test_a_given_text_begins_as_documents_do(
+    trained: tuple[Config, RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run = trained
+    (tmp_path / "text.txt").write_text("words that repeat")
+    given = with_export(config, MODELOPT, calibration=str(tmp_path / "text.txt"))
+    dataset = open_corpus(config.data, dataset_folder(config, run))
+    (plain,) = calibration_rows(given, dataset)
+    monkeypatch.setattr(Dataset, "bos_id", 7)
+    (begun,) = calibration_rows(given, dataset)
+    assert begun.tokens_BT[0, 0] == 7
+    assert begun.tokens_BT[0, 1:].equal(plain.tokens_BT[0, :-1])
 
 
 def test_a_late_switch_to_bf16_is_said(trained: tuple[Config, RunFolder], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from model import HybridModel
 from pipeline.config import Config, ConfigError, GenerateConfig
 from pipeline.data.shards import Dataset
 from pipeline.data.tokenizer import load_tokenizer
@@ -52,6 +53,18 @@ def test_the_text_is_the_model_s_greedy_continuation_in_bf16(
     (continued,) = model.generate([ids], 12, EOS)
     expected = "words that" + tokenizer.decode(continued) + "\n"
     assert text_of(config, run, prompt="words that") == expected
+
+
+def test_a_prompt_begins_as_documents_do(
+    trained: tuple[Config, RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run = trained
+    prompts: list[list[int]] = []
+    monkeypatch.setattr(HybridModel, "generate", lambda _, ids, *__, **___: prompts.extend(ids))
+    text_of(config, run, prompt="words")
+    monkeypatch.setattr(Dataset, "bos_id", 7)
+    text_of(config, run, prompt="words")
+    assert prompts[1] == [7, *prompts[0]]
 
 
 def test_draws_depend_on_the_seed_alone(trained: tuple[Config, RunFolder]) -> None:

@@ -20,9 +20,12 @@ from evals.registry import TaskSettings, TaskUnavailableError
 from evals.tokenizers import Plain
 from model import HybridModel, ModelConfig
 from pipeline.config import ConfigError, EvalsConfig, IncompleteError
+from pipeline.data.blocks import DamagedShardError
+from pipeline.data.shards import Dataset
 from pipeline.data.stream import validation_rows
 from pipeline.evaluation.command import refuse_incomplete
-from pipeline.evaluation.measure import Measured, measure
+from pipeline.evaluation.measure import Measured, _fit_bigram, measure
+from tests.data.corpora import document, write_corpus
 
 pytestmark = pytest.mark.slow
 
@@ -68,11 +71,8 @@ class FakeDataset:
     def holdout_documents(self, source: str) -> list[dict[str, Any]]:
         return [{"text": text, "reserved": False} for text in self.texts[source]]
 
-    def num_tokens(self, source: str) -> int:
-        return len(self.training[source])
-
-    def read(self, source: str, start: int, count: int) -> np.ndarray:
-        return self.training[source][start : start + count]
+    def read_intact(self, source: str, count: int) -> tuple[np.ndarray, list[Any]]:
+        return self.training[source][:count], []
 
 
 def build(seed: int) -> HybridModel:
@@ -117,6 +117,29 @@ def run(
     subject = Subject(lm, Plain(dataset.tokenizer), EOS, LENGTH, config.batch_size)
     measured = Measured(subject, identity, dataset, lm.model, build(1))
     return measure(measured, config, folder, LENGTH, 0, **settings)
+
+
+def test_the_baselines_go_without_a_damaged_shard_only_where_that_is_configured(
+    tmp_path: Path,
+) -> None:
+    documents = [document(7 * i, 30 + i % 9) for i in range(60)]
+    corpus = write_corpus(tmp_path / "corpus", {"code": documents}, documents_per_shard=20)
+    dataset, said = Dataset.open(corpus), list[str]()
+    whole = _fit_bigram(dataset, "code", False, said.append)
+    shard = corpus / "code-00000.tokens"
+    shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
+    with pytest.raises(DamagedShardError, match=r"code-00000\.tokens.*on_corrupt=skip"):
+        _fit_bigram(dataset, "code", False, said.append)
+    assert said == []
+    rest = _fit_bigram(dataset, "code", True, said.append)
+    assert said == ["code: the baselines go without code-00000.tokens, which is damaged"]
+    assert (
+        whole.counts.counts.sum() - rest.counts.counts.sum() == sum(map(len, documents[:20])) - 20
+    )
+    for number in (1, 2):
+        (corpus / f"code-{number:05}.tokens").unlink()
+    with pytest.raises(DamagedShardError):
+        _fit_bigram(dataset, "code", True, said.append)
 
 
 def test_results_are_written_as_returned(results: dict[str, Any], folder: Path) -> None:
