@@ -299,13 +299,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"{path}: missing, so this is no prepared corpus; {REMEDY}") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: unreadable ({error}); {REMEDY}") from None
-    found = (manifest.get("format"), manifest.get("version")) if manifest else None
+    if not isinstance(manifest, dict):
+        raise DataError(f"{path}: is no manifest of a corpus; {REMEDY}")
+    found = (manifest.get("format"), manifest.get("version"))
     if found != (FORMAT, FORMAT_VERSION):
         raise DataError(
             f"{path}: the format is {found}, this program reads {(FORMAT, FORMAT_VERSION)}; "
             "prepare the corpus again, or use the program that wrote it"
         )
-    if manifest["content_hash"] != content_hash(manifest):
+    if manifest.get("content_hash") != content_hash(manifest):
         raise DataError(f"{path}: does not match its own content hash; {REMEDY}")
     return manifest
 

@@ -6,8 +6,10 @@ id is (source, file, row): it depends on the input alone, not on who reads it, o
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import io
+import itertools
 import json
 import os
 import re
@@ -52,6 +54,15 @@ _TASK_BYTES = 32 << 20  # of input files, about
 _TASK_FILES = 2000
 _BUILTIN_TASKS = 8
 _TABLE_ROWS = 1024
+_FIRST_LINES = 100  # of a file of JSON lines, looked at for its columns
+_TEXT_TYPES = (
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_string_view,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+    pa.types.is_null,
+)
 _NOT_DATA = (".", "_", "cache-", "indices-")  # beginnings of names; the last two of `datasets`
 SOURCE_SHIFT = 56  # an id has the source's number above this bit
 _SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -339,7 +350,7 @@ def _list_uri(uri: str, endings: tuple[str, ...], key: str) -> list[InputFile]:
         uri = f"hf://datasets/{uri}@refs/convert/parquet"  # where the hub keeps its conversion
     try:
         system, path = filesystem(uri)
-        if glob.has_magic(uri):
+        if glob.has_magic(uri) and not system.exists(path):  # names may hold brackets
             found = {p: i for p, i in system.glob(path, detail=True).items() if i["type"] == "file"}
         elif system.isdir(path):
             found = {
@@ -351,6 +362,9 @@ def _list_uri(uri: str, endings: tuple[str, ...], key: str) -> list[InputFile]:
             found = {path: system.info(path)} if system.exists(path) else {}
     except (ImportError, ValueError, OSError) as error:
         raise ConfigError(f"{key}.uris: cannot read {uri}: {error}") from None
+    for path in found if _is_local(system) else ():
+        if not os.path.exists(path):
+            raise ConfigError(f"{key}.uris: {path} is a link to a file that is not there")
     scheme = uri.split("://")[0] + "://" if "://" in uri and not _is_local(system) else ""
     return [
         InputFile(scheme + path.removeprefix(scheme), info["size"], _version(info))
@@ -397,15 +411,31 @@ def _check_columns(source: SourceConfig, uri: str, key: str) -> None:
     try:
         with _open(uri) as file:
             if source.format == "jsonl":
-                names = list(json.loads(next(_lines(file), b"{}")))
-            elif uri.endswith(".arrow"):
-                names = pa.ipc.open_stream(file).schema.names
+                names = list(_first_record(file))
             else:
-                names = pq.read_schema(file).names
-    except (OSError, ValueError, TypeError) as error:
+                arrow = uri.endswith(".arrow")
+                schema = pa.ipc.open_stream(file).schema if arrow else pq.read_schema(file)
+                names = schema.names
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: {uri} is no {source.format} file: {error}") from None
     columns = [("text_column", source.text_column)]
     columns += [("filters", one.column) for one in filters if source.format != "jsonl"]
     for field, column in columns:
         if column not in names:
             raise ConfigError(f"{key}.{field}: {uri} has no {column!r}; it has {', '.join(names)}")
+    if source.format != "jsonl":
+        kind = schema.field(source.text_column).type
+        if not any(is_text(kind) for is_text in _TEXT_TYPES):
+            raise ConfigError(
+                f"{key}.text_column: {uri} has {kind} under {source.text_column!r}, and no text"
+            )
+
+
+def _first_record(file: io.BufferedReader) -> dict[str, Any]:
+    """The first of the beginning's lines that is a JSON object; others are counted in reading."""
+    for line in itertools.islice(_lines(file), _FIRST_LINES):
+        with contextlib.suppress(ValueError, RecursionError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                return record
+    raise ValueError(f"none of its first {_FIRST_LINES} lines is a JSON object")

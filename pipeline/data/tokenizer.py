@@ -101,6 +101,11 @@ def _from_hub(name: str) -> Path:
 
 def check_tokenizer(config: TokenizerConfig) -> None:
     """What can be said before any text is read. Raises `ConfigError`."""
+    if config.bos_token == config.eos_token:
+        raise ConfigError(
+            f"data.tokenizer.bos_token={config.bos_token!r} ends documents already; name another, "
+            "or null for none"
+        )
     if config.path is None:
         for key, does in (("eos_token", "end"), ("bos_token", "begin")):
             token = getattr(config, key)

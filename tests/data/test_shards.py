@@ -132,7 +132,7 @@ def test_a_folder_without_manifest_is_no_corpus(tmp_path: Path) -> None:
         Dataset.open(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "[1]", "null", "\x00"])
 def test_a_broken_manifest_is_refused(corpus: Path, text: str) -> None:
     (corpus / shards.MANIFEST).write_text(text)
     with pytest.raises(DataError, match=r"manifest\.json"):

@@ -208,6 +208,13 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         read(files(tmp_path, format="jsonl"))
 
 
+def test_columns_are_found_behind_lines_that_are_no_records(tmp_path: Path) -> None:
+    lines = b'\n[1]\n{"text": "\xff"}\n{"text": "x"}\n'
+    folder = write_texts(tmp_path / "[raw] text", [lines], ending=".jsonl")
+    source = SourceConfig(uris=(str(folder),), format="jsonl")
+    sources.check_sources(configuration({"mine": source}))
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -236,6 +243,12 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
             r"mine\.filters: {folder}/table/0\.parquet has no 'score'; it has text",
         ),
         (SourceConfig(builtin="python", filters=("a > 1",)), "builtin source has no columns"),
+        (SourceConfig(uris=("{folder}/list",), format="jsonl"), "first 100 lines is a JSON object"),
+        (
+            SourceConfig(uris=("{folder}/table",), format="parquet", text_column="number"),
+            r"text_column: {folder}/table/0\.parquet has int64 under 'number', and no text",
+        ),
+        (SourceConfig(uris=("{folder}/link",)), "{folder}/link/a.txt is a link to a file"),
         (SourceConfig(uris=("{folder}/json/0000.jsonl",), filters=("a > 1",)), "have no columns"),
     ],
 )
@@ -247,7 +260,10 @@ def test_a_mistake_is_told_before_any_work(
     write_texts(tmp_path / "json", ['{"text": "x", "id": 1}\n'], ending=".jsonl")
     write_texts(tmp_path / "bad", ["no json\n"], ending=".jsonl")
     (tmp_path / "table").mkdir()
-    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "table" / "0.parquet")
+    pq.write_table(pa.table({"text": ["x"], "number": [1]}), tmp_path / "table" / "0.parquet")
+    write_texts(tmp_path / "list", ["[1, 2]\n" + "[" * 100_000 + "\n\n3\n"], ending=".jsonl")
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / "a.txt").symlink_to(tmp_path / "nowhere")
     uris = tuple(uri.replace("{folder}", str(tmp_path)) for uri in source.uris)
     config = configuration({"mine": SourceConfig(**{**vars(source), "uris": uris})})
     with pytest.raises(ConfigError, match=message.replace("{folder}", re.escape(str(tmp_path)))):

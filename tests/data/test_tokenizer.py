@@ -203,3 +203,8 @@ def test_tekken_without_its_package_says_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setattr(tekken.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"mistral-common is not installed; pip install"):
         check_tokenizer(TokenizerConfig(path="tekken", eos_token="</s>"))
+
+
+def test_one_token_cannot_begin_and_end_documents() -> None:
+    with pytest.raises(ConfigError, match="bos_token='<s>' ends documents already"):
+        check_tokenizer(TokenizerConfig(vocab_size=400, eos_token="<s>", bos_token="<s>"))
