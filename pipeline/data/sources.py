@@ -425,6 +425,7 @@ def _check_columns(source: SourceConfig, uri: str, key: str) -> None:
             raise ConfigError(f"{key}.{field}: {uri} has no {column!r}; it has {', '.join(names)}")
     if source.format != "jsonl":
         kind = schema.field(source.text_column).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not any(is_text(kind) for is_text in _TEXT_TYPES):
             raise ConfigError(
                 f"{key}.text_column: {uri} has {kind} under {source.text_column!r}, and no text"
