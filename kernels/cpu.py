@@ -421,7 +421,7 @@ def lay_out_rows(
 
 
 def read_rows(
-    place_U5: NDArray[np.int64],
+    place_U4: NDArray[np.int64],
     id_bytes: int,
     row_length: int,
     eos_id: int,
@@ -431,18 +431,18 @@ def read_rows(
     """`lay_out_rows` of units in mapped files, if they are as they were written; which are [U].
 
     Args:
-        place_U5: contiguous; of each unit the address of its file in memory, or 0 for none; the
+        place_U4: contiguous; of each unit the address of its file in memory, or 0 for none; the
             file's bytes; the address of its sums (`pipeline.data.blocks`); where in the file the
-            unit begins; the file's descriptor.
+            unit begins, in bytes.
         id_bytes: of each id in the files, 2 or 4.
         row_length, eos_id, label_at_end, out: as in `lay_out_rows`; other units' rows stay as they
             are.
     """
-    assert place_U5.flags.c_contiguous
-    units = len(place_U5)
+    assert place_U4.flags.c_contiguous
+    units = len(place_U4)
     intact_U = np.empty(units, np.bool_)
     _library().read_rows(
-        place_U5.ctypes.data,
+        place_U4.ctypes.data,
         id_bytes,
         units,
         out[0].numel() // units,

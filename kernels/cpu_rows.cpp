@@ -4,8 +4,6 @@
 // A unit is `length` + 1 stored ids, the last one being the label of the one before; it is cut into
 // rows of `row` ids. Legend: U units.
 
-#include <sys/stat.h>
-
 #include <cstdint>
 #include <cstring>
 
@@ -72,14 +70,11 @@ bool is_intact(const uint8_t *file, int64_t size, const uint64_t *sums, int64_t 
 
 // Where a unit lies: in a file mapped at an address, with its sums at another.
 struct Place {
-    int64_t file, size, sums, begin, descriptor;
+    int64_t file, size, sums, begin;
 
-    // To touch what a mapped file has lost kills the process, so its size is asked each time.
     bool is_intact(int64_t bytes) const {
-        struct stat now;
-        return file && fstat(static_cast<int>(descriptor), &now) == 0 && now.st_size == size &&
-               ::is_intact(start(), size, reinterpret_cast<const uint64_t *>(sums), begin,
-                           begin + bytes);
+        return file && ::is_intact(start(), size, reinterpret_cast<const uint64_t *>(sums), begin,
+                                   begin + bytes);
     }
 
     const uint8_t *start() const { return reinterpret_cast<const uint8_t *>(file); }
@@ -89,8 +84,12 @@ template <typename Id>
 void read_units(const Place *places, int64_t units, int64_t length, int64_t row, int64_t eos,
                 int64_t label_at_end, int64_t *tokens, int64_t *labels, int32_t *numbers,
                 uint8_t *intact) {
+    const int64_t bytes = (length + 1) * static_cast<int64_t>(sizeof(Id));
     for (int64_t u = 0; u < units; ++u) {
-        intact[u] = places[u].is_intact((length + 1) * static_cast<int64_t>(sizeof(Id)));
+        intact[u] = places[u].is_intact(bytes);
+        if (u + 1 < units)  // the next one comes from memory while this one is laid out
+            for (int64_t at = 0; at < bytes; at += 64)
+                __builtin_prefetch(places[u + 1].start() + places[u + 1].begin + at);
         if (intact[u])
             lay_out_unit(reinterpret_cast<const Id *>(places[u].start() + places[u].begin), length,
                          row, static_cast<Id>(eos), label_at_end, tokens + u * length,
@@ -113,7 +112,7 @@ void read_ranges(const uint8_t *file, int64_t size, const uint64_t *sums, int64_
     }
 }
 
-// Check and lay out units of ids of `size` bytes each, as `lay_out_rows` does, from five words each
+// Check and lay out units of ids of `size` bytes each, as `lay_out_rows` does, from four words each
 // (`Place`). Nothing is written for a unit that is not `intact`, or of no file.
 void read_rows(const int64_t *places, int size, int64_t units, int64_t length, int64_t row,
                int64_t eos, int64_t label_at_end, int64_t *tokens, int64_t *labels,

@@ -13,14 +13,13 @@ Legend: K ranges, U units.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import fsspec
 import fsspec.implementations.arrow
@@ -118,15 +117,14 @@ class MappedFile:
 
     raw: Raw
     sums: NDArray[np.uint64]
-    file: BinaryIO
 
     def places(self, begin_K: Integers) -> Integers:
-        """Where ranges lie that begin at these bytes, for `kernels.cpu.read_rows` [K, 5]."""
+        """Where ranges lie that begin at these bytes, for `kernels.cpu.read_rows` [K, 4]."""
         raw, sums = self.raw, self.sums
-        one = (raw.ctypes.data, raw.nbytes, sums.ctypes.data, 0, self.file.fileno())
-        place_K5 = np.tile(np.array(one, np.int64), (len(begin_K), 1))
-        place_K5[:, 3] = begin_K
-        return place_K5
+        one = (raw.ctypes.data, raw.nbytes, sums.ctypes.data, 0)
+        place_K4 = np.tile(np.array(one, np.int64), (len(begin_K), 1))
+        place_K4[:, 3] = begin_K
+        return place_K4
 
 
 class LocalFiles(ShardFiles):
@@ -182,12 +180,11 @@ class LocalFiles(ShardFiles):
         raise DamagedShardError(self.place, shard["file"], problem)
 
     def _map(self, file: str, sums: str) -> MappedFile:
-        opened = (Path(self.place) / file).open("rb")
-        raw = np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        raw = np.asarray(np.memmap(Path(self.place) / file, np.uint8, mode="r"))
         found = np.fromfile(Path(self.place) / sums, "<u8")
         if len(found) != -(-len(raw) // BLOCK):
             raise DamagedShardError(self.place, file, f"{sums} has {len(found)} sums")
-        return MappedFile(raw, found, opened)
+        return MappedFile(raw, found)
 
 
 class RemoteFiles(ShardFiles):

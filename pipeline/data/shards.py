@@ -178,17 +178,18 @@ class Dataset:
         row_U: NDArray[np.int64],
         unit_length: int,
     ) -> tuple[NDArray[np.int64], list[MappedFile]]:
-        """Where units lie in this machine's memory, for `kernels.cpu.read_rows` [U, 5].
+        """Where units lie in this machine's memory, for `kernels.cpu.read_rows` [U, 4].
 
         Zeros for those that lie across two shards, or in a file that cannot be mapped. The places
-        hold as long as the files that come with them.
+        hold as long as the files that come with them, and no file is cut short on disk: to touch
+        what it has lost kills the process, so ask again before long.
         """
-        place_U5, files = np.zeros((len(row_U), 5), np.int64), []
+        place_U4, files = np.zeros((len(row_U), 4), np.int64), []
         for entry, unit_K, begin_K in self._by_shard(names, source_U, row_U, unit_length):
             with contextlib.suppress(DamagedShardError):
                 files.append(self.local.mapped(entry))
-                place_U5[unit_K] = files[-1].places(begin_K * self.dtype.itemsize)
-        return place_U5, files
+                place_U4[unit_K] = files[-1].places(begin_K * self.dtype.itemsize)
+        return place_U4, files
 
     def _by_shard(
         self,

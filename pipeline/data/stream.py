@@ -8,6 +8,7 @@ Legend: U units, B rows of a batch, T tokens of a row.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +22,15 @@ from torch import Tensor
 from kernels import cpu
 from model.loss import IGNORED
 from model.packing import document_index
+from pipeline.data.blocks import MappedFile
 from pipeline.data.chunks import Chunk, Request, cut_requests, read_chunk
 from pipeline.data.mixture import Mixture
 from pipeline.data.shards import Dataset
 
 PREFETCH_BYTES = 256 << 20
 _CHUNK_UNITS = 4096
+_PLACED_UNITS = 2048  # whose places in memory are looked up at once
+_PLACED_SECONDS = 1.0  # for so long files are taken to have the size that they had
 
 
 @dataclass(frozen=True)
@@ -196,15 +200,20 @@ class MixtureStream:
         dataset, names, length = self.dataset, self.mixture.names, self.unit_length
         indices = [np.arange(first, first + count) for first, count, _ in requests]
         source_U, row_U = self.mixture.locate(np.concatenate(indices))
-        place_U5, files = dataset.places(names, source_U, row_U, length)
         label = None if self.across_documents else IGNORED
-        start = 0
+        start = placed = 0  # unit to read, first unit of the places known
+        place_U4, files, asked = np.empty((0, 4), np.int64), list[MappedFile](), 0.0
         for first_unit, num_units, sequence_length in requests:
             self._check_length(sequence_length)
             units = slice(start, start + num_units)
+            if units.stop > placed + len(place_U4) or time.monotonic() - asked > _PLACED_SECONDS:
+                ahead = slice(start, max(units.stop, start + _PLACED_UNITS))
+                place_U4, files = dataset.places(names, source_U[ahead], row_U[ahead], length)
+                placed, asked = start, time.monotonic()
+            place_K4 = place_U4[start - placed : units.stop - placed]
             out = _empty_rows(num_units * length, sequence_length, pin)
             id_bytes, eos_id = dataset.dtype.itemsize, dataset.eos_id
-            intact_U = cpu.read_rows(place_U5[units], id_bytes, sequence_length, eos_id, label, out)
+            intact_U = cpu.read_rows(place_K4, id_bytes, sequence_length, eos_id, label, out)
             damaged: dict[int, str] = {}
             if not intact_U.all():  # across two shards, or damaged
                 at = np.flatnonzero(~intact_U)
@@ -261,7 +270,7 @@ def _empty_rows(
 
 def _of_rows(source_U: NDArray[np.int64], rows_per_unit: int, pin: bool) -> Tensor:
     """The sources of units cut into rows."""
-    source_B = torch.from_numpy(source_U.astype(np.int64).repeat(rows_per_unit))
+    source_B = torch.from_numpy(source_U.repeat(rows_per_unit))
     return source_B.pin_memory() if pin else source_B
 
 

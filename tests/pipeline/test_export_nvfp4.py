@@ -348,7 +348,7 @@ def test_a_given_text_begins_as_documents_do(
     dataset = open_corpus(config.data, dataset_folder(config, run))
     (plain,) = calibration_rows(given, dataset)
     monkeypatch.setattr(Dataset, "bos_id", 7)
-    (begun,) = calibration_rows(given, dataset)
+    (begun,) = calibration_rows(given, open_corpus(config.data, dataset.folder))
     assert begun.tokens_BT[0, 0] == 7
     assert begun.tokens_BT[0, 1:].equal(plain.tokens_BT[0, :-1])
 
