@@ -135,9 +135,6 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "read_ranges": [
             pointer, long, pointer, long, pointer, long, pointer, pointer, pointer,
         ],
-        "read_rows": [
-            pointer, integer, long, long, long, long, long, pointer, pointer, pointer, pointer,
-        ],
         "lay_out_rows": [
             pointer, integer, long, long, long, long, long, pointer, pointer, pointer,
         ],
@@ -418,38 +415,3 @@ def lay_out_rows(
         0 if label_at_end is None else label_at_end,
         *(tensor.data_ptr() for tensor in out),
     )
-
-
-def read_rows(
-    place_U4: NDArray[np.int64],
-    id_bytes: int,
-    row_length: int,
-    eos_id: int,
-    label_at_end: int | None,
-    out: tuple[Tensor, Tensor, Tensor],
-) -> NDArray[np.bool_]:
-    """`lay_out_rows` of units in mapped files, if they are as they were written; which are [U].
-
-    Args:
-        place_U4: contiguous; of each unit the address of its file in memory, or 0 for none; the
-            file's bytes; the address of its sums (`pipeline.data.blocks`); where in the file the
-            unit begins, in bytes.
-        id_bytes: of each id in the files, 2 or 4.
-        row_length, eos_id, label_at_end, out: as in `lay_out_rows`; other units' rows stay as they
-            are.
-    """
-    assert place_U4.flags.c_contiguous
-    units = len(place_U4)
-    intact_U = np.empty(units, np.bool_)
-    _library().read_rows(
-        place_U4.ctypes.data,
-        id_bytes,
-        units,
-        out[0].numel() // units,
-        row_length,
-        eos_id,
-        0 if label_at_end is None else label_at_end,
-        *(tensor.data_ptr() for tensor in out),
-        intact_U.ctypes.data,
-    )
-    return intact_U

@@ -1,5 +1,5 @@
-// Rows of token ids: read from mapped files with their check, and laid out as a language model reads
-// them (ids, labels and document numbers): each step alone, or both while a unit is in the cache.
+// Rows of token ids: read from a mapped file with their check, and laid out as a language model reads
+// them (ids, labels and document numbers) in one pass each.
 //
 // A unit is `length` + 1 stored ids, the last one being the label of the one before; it is cut into
 // rows of `row` ids. Legend: U units.
@@ -68,35 +68,6 @@ bool is_intact(const uint8_t *file, int64_t size, const uint64_t *sums, int64_t 
     return same & (sum_of_block(last) == sums[at / BLOCK]);
 }
 
-// Where a unit lies: in a file mapped at an address, with its sums at another.
-struct Place {
-    int64_t file, size, sums, begin;
-
-    bool is_intact(int64_t bytes) const {
-        return file && ::is_intact(start(), size, reinterpret_cast<const uint64_t *>(sums), begin,
-                                   begin + bytes);
-    }
-
-    const uint8_t *start() const { return reinterpret_cast<const uint8_t *>(file); }
-};
-
-template <typename Id>
-void read_units(const Place *places, int64_t units, int64_t length, int64_t row, int64_t eos,
-                int64_t label_at_end, int64_t *tokens, int64_t *labels, int32_t *numbers,
-                uint8_t *intact) {
-    const int64_t bytes = (length + 1) * static_cast<int64_t>(sizeof(Id));
-    for (int64_t u = 0; u < units; ++u) {
-        intact[u] = places[u].is_intact(bytes);
-        if (u + 1 < units)  // the next one comes from memory while this one is laid out
-            for (int64_t at = 0; at < bytes; at += 64)
-                __builtin_prefetch(places[u + 1].start() + places[u + 1].begin + at);
-        if (intact[u])
-            lay_out_unit(reinterpret_cast<const Id *>(places[u].start() + places[u].begin), length,
-                         row, static_cast<Id>(eos), label_at_end, tokens + u * length,
-                         labels + u * length, numbers + u * length);
-    }
-}
-
 }  // namespace
 
 extern "C" {
@@ -110,20 +81,6 @@ void read_ranges(const uint8_t *file, int64_t size, const uint64_t *sums, int64_
         intact[k] = is_intact(file, size, sums, begins[k], begins[k] + count);
         std::memcpy(out + rows[k] * count, file + begins[k], count);
     }
-}
-
-// Check and lay out units of ids of `size` bytes each, as `lay_out_rows` does, from four words each
-// (`Place`). Nothing is written for a unit that is not `intact`, or of no file.
-void read_rows(const int64_t *places, int size, int64_t units, int64_t length, int64_t row,
-               int64_t eos, int64_t label_at_end, int64_t *tokens, int64_t *labels,
-               int32_t *numbers, uint8_t *intact) {
-    const Place *of = reinterpret_cast<const Place *>(places);
-    if (size == 2)
-        read_units<uint16_t>(of, units, length, row, eos, label_at_end, tokens, labels, numbers,
-                             intact);
-    else
-        read_units<uint32_t>(of, units, length, row, eos, label_at_end, tokens, labels, numbers,
-                             intact);
 }
 
 // ids [U, length + 1] of `size` bytes each -> tokens, labels, numbers [U * length].

@@ -7,7 +7,7 @@ A sum costs less than the copy that it guards and finds every change of one word
 others but for one in 2^64. A range is read with the blocks that it lies in, from local disk or by
 range from an object store.
 
-Legend: K ranges, U units.
+Legend: K ranges.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -111,22 +110,6 @@ class ShardFiles:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class MappedFile:
-    """A file of tokens in memory, which stays there as long as this does."""
-
-    raw: Raw
-    sums: NDArray[np.uint64]
-
-    def places(self, begin_K: Integers) -> Integers:
-        """Where ranges lie that begin at these bytes, for `kernels.cpu.read_rows` [K, 4]."""
-        raw, sums = self.raw, self.sums
-        one = (raw.ctypes.data, raw.nbytes, sums.ctypes.data, 0)
-        place_K4 = np.tile(np.array(one, np.int64), (len(begin_K), 1))
-        place_K4[:, 3] = begin_K
-        return place_K4
-
-
 class LocalFiles(ShardFiles):
     """Shards in a folder, mapped into memory when first read."""
 
@@ -144,14 +127,13 @@ class LocalFiles(ShardFiles):
         from kernels import cpu  # imports torch, which most users of a corpus do without
 
         try:
-            mapped = self.mapped(shard)
+            raw, sums = self._mapped(shard)
         except DamagedShardError:
             return np.zeros(len(begin_K), bool)
         if not cpu.available():
             pairs = zip(begin_K.tolist(), row_K.tolist(), strict=True)
             return np.array([self._read_one(shard, begin, out, row) for begin, row in pairs])
-        begin_K = begin_K * self.dtype.itemsize
-        return cpu.read_ranges(mapped.raw, mapped.sums, begin_K, row_K, out)
+        return cpu.read_ranges(raw, sums, begin_K * self.dtype.itemsize, row_K, out)
 
     def _read_one(self, shard: Mapping[str, Any], begin: int, out: Tokens, row: int) -> bool:
         with contextlib.suppress(DamagedShardError):
@@ -160,16 +142,14 @@ class LocalFiles(ShardFiles):
         return False
 
     def _bytes(self, shard: Mapping[str, Any], start: int, end: int) -> Raw:
-        return self.mapped(shard).raw[start:end]
+        return self._mapped(shard)[0][start:end]
 
     def _sums(self, shard: Mapping[str, Any], first: int, end: int) -> NDArray[np.uint64]:
-        return self.mapped(shard).sums[first:end]
+        return self._mapped(shard)[1][first:end]
 
-    def mapped(self, shard: Mapping[str, Any]) -> MappedFile:
-        """A shard's bytes and sums. Raises `DamagedShardError`.
-
-        Its size is asked each time: to touch what a mapped file has lost kills the process.
-        """
+    def _mapped(self, shard: Mapping[str, Any]) -> tuple[Raw, NDArray[np.uint64]]:
+        """A shard's bytes and sums. Its size is asked each time: to touch what a mapped file has
+        lost kills the process."""
         try:
             size = os.stat(f"{self.place}/{shard['file']}").st_size
             if size == shard["size"]:
@@ -179,12 +159,12 @@ class LocalFiles(ShardFiles):
             problem = f"{Path(error.filename).name} is missing"
         raise DamagedShardError(self.place, shard["file"], problem)
 
-    def _map(self, file: str, sums: str) -> MappedFile:
+    def _map(self, file: str, sums: str) -> tuple[Raw, NDArray[np.uint64]]:
         raw = np.asarray(np.memmap(Path(self.place) / file, np.uint8, mode="r"))
         found = np.fromfile(Path(self.place) / sums, "<u8")
         if len(found) != -(-len(raw) // BLOCK):
             raise DamagedShardError(self.place, file, f"{sums} has {len(found)} sums")
-        return MappedFile(raw, found)
+        return raw, found
 
 
 class RemoteFiles(ShardFiles):

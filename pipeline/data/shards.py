@@ -15,7 +15,6 @@ shards; unit r of length L is tokens r*L .. (r+1)*L, with one more token read as
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,7 +31,6 @@ from pipeline.data.blocks import (
     DamagedShardError,
     DataError,
     LocalFiles,
-    MappedFile,
     RemoteFiles,
     write_sums,
 )
@@ -153,61 +151,33 @@ class Dataset:
         """
         tokens_UT = np.empty((len(row_U), unit_length + 1), dtype=self.dtype)
         damaged: dict[int, str] = {}
-        together_U = np.zeros(len(row_U), bool)
-        if self.files is self.local:
-            for entry, unit_K, begin_K in self._by_shard(names, source_U, row_U, unit_length):
-                intact_K = self.local.read_many(entry, begin_K, unit_K, tokens_UT)
-                damaged |= dict.fromkeys(unit_K[~intact_K].tolist(), entry["file"])
-                together_U[unit_K] = True
+        alone: list[tuple[int, str, int]] = []  # unit, source, start: what is read one by one
+        for number in np.unique(source_U):
+            name, units = names[number], np.flatnonzero(source_U == number)
+            start_K, borders = row_U[units] * unit_length, self._borders[name]
+            shard_K = np.searchsorted(borders, start_K, side="right") - 1
+            together_K = start_K + unit_length < borders[shard_K + 1]  # not across a border
+            together_K &= self.files is self.local
+            for shard in np.unique(shard_K[together_K]):
+                at = np.flatnonzero(together_K & (shard_K == shard))
+                entry, begin_K = self._source(name)["shards"][shard], start_K[at] - borders[shard]
+                intact_K = self.local.read_many(entry, begin_K, units[at], tokens_UT)
+                damaged |= dict.fromkeys(units[at[~intact_K]].tolist(), entry["file"])
+            rest = np.flatnonzero(~together_K)
+            alone += zip(
+                units[rest].tolist(), [name] * len(rest), start_K[rest].tolist(), strict=True
+            )
 
-        def read_alone(unit: int) -> None:
-            name, start = names[source_U[unit]], int(row_U[unit]) * unit_length
+        def read_alone(item: tuple[int, str, int]) -> None:
+            unit, name, start = item
             try:
                 tokens_UT[unit] = self.read(name, start, unit_length + 1)
             except DamagedShardError as error:
                 damaged[unit] = error.file
 
-        list(self.files.map(read_alone, np.flatnonzero(~together_U).tolist()))
+        list(self.files.map(read_alone, alone))
         tokens_UT[list(damaged)] = self.eos_id
         return tokens_UT, damaged
-
-    def places(
-        self,
-        names: Sequence[str],
-        source_U: NDArray[np.int64],
-        row_U: NDArray[np.int64],
-        unit_length: int,
-    ) -> tuple[NDArray[np.int64], list[MappedFile]]:
-        """Where units lie in this machine's memory, for `kernels.cpu.read_rows` [U, 4].
-
-        Zeros for those that lie across two shards, or in a file that cannot be mapped. The places
-        hold as long as the files that come with them, and no file is cut short on disk: to touch
-        what it has lost kills the process, so ask again before long.
-        """
-        place_U4, files = np.zeros((len(row_U), 4), np.int64), []
-        for entry, unit_K, begin_K in self._by_shard(names, source_U, row_U, unit_length):
-            with contextlib.suppress(DamagedShardError):
-                files.append(self.local.mapped(entry))
-                place_U4[unit_K] = files[-1].places(begin_K * self.dtype.itemsize)
-        return place_U4, files
-
-    def _by_shard(
-        self,
-        names: Sequence[str],
-        source_U: NDArray[np.int64],
-        row_U: NDArray[np.int64],
-        unit_length: int,
-    ) -> Iterator[tuple[dict[str, Any], NDArray[np.int64], NDArray[np.int64]]]:
-        """For each shard with whole units in it: its entry, which units, and their first tokens."""
-        for number in np.unique(source_U):
-            name, units = names[number], np.flatnonzero(source_U == number)
-            start_K, borders = row_U[units] * unit_length, self._borders[name]
-            shard_K = np.searchsorted(borders, start_K, side="right") - 1
-            whole_K = start_K + unit_length < borders[shard_K + 1]
-            for shard in np.unique(shard_K[whole_K]):
-                at = np.flatnonzero(whole_K & (shard_K == shard))
-                entry = self._source(name)["shards"][shard]
-                yield entry, units[at], start_K[at] - borders[shard]
 
     def shards_of(self, source: str, start: int, count: int) -> list[str]:
         """Names of the shards that hold tokens start .. start + count - 1 of a source's stream."""

@@ -8,10 +8,9 @@ Legend: U units, B rows of a batch, T tokens of a row.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,15 +21,12 @@ from torch import Tensor
 from kernels import cpu
 from model.loss import IGNORED
 from model.packing import document_index
-from pipeline.data.blocks import MappedFile
 from pipeline.data.chunks import Chunk, Request, cut_requests, read_chunk
 from pipeline.data.mixture import Mixture
 from pipeline.data.shards import Dataset
 
 PREFETCH_BYTES = 256 << 20
 _CHUNK_UNITS = 4096
-_PLACED_UNITS = 2048  # whose places in memory are looked up at once
-_PLACED_SECONDS = 1.0  # for so long files are taken to have the size that they had
 
 
 @dataclass(frozen=True)
@@ -48,11 +44,6 @@ class Batch:
     first_unit: int
     num_units: int
     damaged: frozenset[str] = frozenset()
-
-    @property
-    def num_bytes(self) -> int:
-        """What the batch takes in memory, nearly."""
-        return self.tokens_BT.nbytes + self.labels_BT.nbytes + self.seq_idx_BT.nbytes
 
 
 def empty_batch(rows: int, sequence_length: int) -> Batch:
@@ -95,7 +86,7 @@ class MixtureStream:
 
         Raises `ValueError` if the sequence length does not divide the unit.
         """
-        [batch] = self._read_together([(first_unit, num_units, sequence_length)])
+        [batch] = self.batches(self.read_chunk([(first_unit, num_units, sequence_length)]))
         return batch
 
     def read_chunk(self, requests: Sequence[Request]) -> Chunk:
@@ -106,7 +97,11 @@ class MixtureStream:
         """The batches of a chunk's requests, in order."""
         start = 0
         for first_unit, num_units, sequence_length in chunk.requests:
-            self._check_length(sequence_length)
+            if self.unit_length % sequence_length:
+                raise ValueError(
+                    f"a sequence length of {sequence_length} does not divide a unit of "
+                    f"{self.unit_length} tokens, the longest phase's sequence"
+                )
             units = slice(start, start + num_units)
             batch = make_batch(
                 chunk.tokens_UT[units],
@@ -154,87 +149,44 @@ class MixtureStream:
 
         `mmap` reads in a thread of this process, which ends with the iterator; `ray` lets Ray Data
         read. Both give the same batches, and raise an error in reading where its batch would have
-        come. At most `prefetch_bytes` are held ahead, or one batch if that is more: of batches, or
-        with `ray` of stored units, which become batches when they are asked for. pin: in
-        page-locked memory, from where a GPU fetches them by itself.
+        come. At most `prefetch_bytes` of stored units are held, or one chunk if that is more; they
+        become batches when they are asked for. pin: in page-locked memory, from where a GPU fetches
+        them by itself.
         """
         if executor == "ray":
             from pipeline.data.ray_stream import iterate_with_ray
 
             return iterate_with_ray(self, requests, prefetch_bytes, pin)
         assert executor == "mmap"
-        return self._iterate_with_thread(requests, prefetch_bytes, pin)
+        return self._iterate_with_threads(requests, prefetch_bytes, pin)
 
     @property
     def unit_bytes(self) -> int:
         """What a unit takes as it is stored."""
         return (self.unit_length + 1) * self.dataset.dtype.itemsize
 
-    def _iterate_with_thread(
+    def _iterate_with_threads(
         self, requests: Iterable[Request], prefetch_bytes: int, pin: bool
     ) -> Iterator[Batch]:
         most = min(_CHUNK_UNITS, prefetch_bytes // 4 // self.unit_bytes)
-        batches = (
-            batch
-            for chunk in cut_requests(requests, most)
-            for batch in self._read_together(chunk, pin)
-        )
+        chunks = cut_requests(requests, most)
+        waiting: deque[tuple[Future[Chunk], int]] = deque()
+        held = 0
         pool = ThreadPoolExecutor(1, "read-ahead")
         try:
-            waiting = deque([pool.submit(next, batches, None)])
-            while batch := waiting.popleft().result():
-                while len(waiting) < max(1, prefetch_bytes // batch.num_bytes):
-                    waiting.append(pool.submit(next, batches, None))
-                yield batch
+            following = next(chunks, None)
+            while following or waiting:
+                while following:
+                    size = sum(count for _, count, _ in following) * self.unit_bytes
+                    if waiting and held + size > prefetch_bytes:
+                        break
+                    waiting.append((pool.submit(self.read_chunk, following), size))
+                    held, following = held + size, next(chunks, None)
+                future, size = waiting.popleft()
+                yield from self.batches(future.result(), pin=pin)
+                held -= size
         finally:
             pool.shutdown(cancel_futures=True)
-
-    def _read_together(self, requests: Sequence[Request], pin: bool = False) -> Iterator[Batch]:
-        """The batches of requests that are planned at once."""
-        if self.dataset.files is self.dataset.local and cpu.available():
-            return self._read_mapped(requests, pin)
-        return self.batches(self.read_chunk(requests), pin=pin)
-
-    def _read_mapped(self, requests: Sequence[Request], pin: bool) -> Iterator[Batch]:
-        """The same as `batches` of `read_chunk`, from the files to the rows in one pass."""
-        dataset, names, length = self.dataset, self.mixture.names, self.unit_length
-        indices = [np.arange(first, first + count) for first, count, _ in requests]
-        source_U, row_U = self.mixture.locate(np.concatenate(indices))
-        label = None if self.across_documents else IGNORED
-        start = placed = 0  # unit to read, first unit of the places known
-        place_U4, files, asked = np.empty((0, 4), np.int64), list[MappedFile](), 0.0
-        for first_unit, num_units, sequence_length in requests:
-            self._check_length(sequence_length)
-            units = slice(start, start + num_units)
-            if units.stop > placed + len(place_U4) or time.monotonic() - asked > _PLACED_SECONDS:
-                ahead = slice(start, max(units.stop, start + _PLACED_UNITS))
-                place_U4, files = dataset.places(names, source_U[ahead], row_U[ahead], length)
-                placed, asked = start, time.monotonic()
-            place_K4 = place_U4[start - placed : units.stop - placed]
-            out = _empty_rows(num_units * length, sequence_length, pin)
-            id_bytes, eos_id = dataset.dtype.itemsize, dataset.eos_id
-            intact_U = cpu.read_rows(place_K4, id_bytes, sequence_length, eos_id, label, out)
-            damaged: dict[int, str] = {}
-            if not intact_U.all():  # across two shards, or damaged
-                at = np.flatnonzero(~intact_U)
-                sources, rows = source_U[units][at], row_U[units][at]
-                tokens_UT, damaged = dataset.read_units(names, sources, rows, length)
-                others = _empty_rows(len(at) * length, sequence_length)
-                cpu.lay_out_rows(tokens_UT, sequence_length, eos_id, label, others)
-                for tensor, other in zip(out, others, strict=True):
-                    tensor.view(num_units, -1)[at] = other.view(len(at), -1)
-            source_B = _of_rows(source_U[units], length // sequence_length, pin)
-            names_of_damaged = frozenset(damaged.values())
-            yield Batch(*out, source_B, first_unit, num_units, names_of_damaged)
-            start += num_units
-        del files  # until here, no file that a place lies in is unmapped
-
-    def _check_length(self, sequence_length: int) -> None:
-        if self.unit_length % sequence_length:
-            raise ValueError(
-                f"a sequence length of {sequence_length} does not divide a unit of "
-                f"{self.unit_length} tokens, the longest phase's sequence"
-            )
 
 
 def make_batch(
@@ -249,29 +201,23 @@ def make_batch(
     """Cut units [U, T + 1] into rows and label them: a document's last token predicts nothing,
     or with `across_documents` what follows. Its first unit is called 0."""
     num_units, length = tokens_UT.shape[0], tokens_UT.shape[1] - 1
-    out = _empty_rows(num_units * length, sequence_length, pin)
+    shape = (num_units * length // sequence_length, sequence_length)
+    tokens_BT = torch.empty(shape, dtype=torch.int64, pin_memory=pin)
+    labels_BT = torch.empty(shape, dtype=torch.int64, pin_memory=pin)
+    seq_idx_BT = torch.empty(shape, dtype=torch.int32, pin_memory=pin)
     ignored = None if across_documents else IGNORED
     lay_out = cpu.lay_out_rows if cpu.available() else lay_out_rows
-    lay_out(np.ascontiguousarray(tokens_UT), sequence_length, eos_id, ignored, out)
-    return Batch(*out, _of_rows(source_U, length // sequence_length, pin), 0, num_units)
-
-
-def _empty_rows(
-    num_tokens: int, sequence_length: int, pin: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for a batch's tokens, labels and document numbers."""
-    shape = (num_tokens // sequence_length, sequence_length)
-    return (
-        torch.empty(shape, dtype=torch.int64, pin_memory=pin),
-        torch.empty(shape, dtype=torch.int64, pin_memory=pin),
-        torch.empty(shape, dtype=torch.int32, pin_memory=pin),
+    lay_out(
+        np.ascontiguousarray(tokens_UT),
+        sequence_length,
+        eos_id,
+        ignored,
+        (tokens_BT, labels_BT, seq_idx_BT),
     )
-
-
-def _of_rows(source_U: NDArray[np.int64], rows_per_unit: int, pin: bool) -> Tensor:
-    """The sources of units cut into rows."""
-    source_B = torch.from_numpy(source_U.repeat(rows_per_unit))
-    return source_B.pin_memory() if pin else source_B
+    source_B = torch.from_numpy(source_U.astype(np.int64).repeat(length // sequence_length))
+    if pin:
+        source_B = source_B.pin_memory()
+    return Batch(tokens_BT, labels_BT, seq_idx_BT, source_B, 0, num_units)
 
 
 def lay_out_rows(
