@@ -129,18 +129,25 @@ def test_a_batch_that_the_workers_do_not_divide_is_told_as_idle_time() -> None:
 
 
 def test_better_cards_formats_and_efficiencies_take_less_time() -> None:
+    within = "cluster.shard=8"  # an NVLink domain: over the network, that decides
+    config = composed(PAPER, within)
     days = {
         (hardware.name, recipe): sum(spent.values())
-        for hardware, recipe, spent in estimate.comparison(composed(PAPER))
+        for hardware, recipe, spent in estimate.comparison(config)
     }
     assert days["GB200", "nvfp4_paper"] < days["GB200", "mxfp8"] < days["GB200", "bf16"]
     assert days["GB300", "nvfp4_paper"] < days["GB200", "nvfp4_paper"] < days["B200", "nvfp4_paper"]
     assert days["H200", "bf16"] < days["H100", "bf16"]
     assert days["H100", "nvfp4_paper"] > days["H100", "bf16"]  # emulated: no gain, more passes
-    config = composed(PAPER)
     assert run_days(estimate.at_peak(config)) < run_days(config)
-    slower = composed(PAPER, "plan.quantization_efficiency=0.05")
+    slower = composed(PAPER, within, "plan.quantization_efficiency=0.05")
     assert run_days(slower) > run_days(config)
+
+
+def test_a_copy_shared_beyond_an_nvlink_domain_is_bound_by_the_network() -> None:
+    assert run_days(composed(PAPER, "cluster.shard=64")) > 2 * run_days(
+        composed(PAPER, "cluster.shard=8")
+    )
 
 
 def test_a_late_switch_to_bf16_costs_time() -> None:
