@@ -159,7 +159,7 @@ def _courtesy(override: str, verb: str) -> str:
     key = override.partition("=")[0]
     if verb in SECTIONS:
         section, kind = SECTIONS[verb]
-        if key in {field.name for field in dataclasses.fields(kind)}:
+        if key.partition(".")[0] in {field.name for field in dataclasses.fields(kind)}:
             return f"{section}.{override}"
     if verb in SIZED and key == "nodes":
         return f"cluster.{override}"

@@ -197,14 +197,27 @@ def manifest(raw: dict[str, Any], overrides: list[str]) -> None:
     from pipeline.kubernetes.manifest import as_yaml
     from pipeline.kubernetes.manifest import manifest as objects_of
 
-    print(as_yaml(objects_of(from_dict(raw))), end="")
+    config = from_dict(raw)
+    _refuse_impossible(config)
+    print(as_yaml(objects_of(config)), end="")
 
 
 def submit(raw: dict[str, Any], overrides: list[str]) -> None:
     """Hand the job over to Kubernetes, or to a Ray cluster that is there."""
     from pipeline.kubernetes.jobs import jobs_of
 
-    print(jobs_of(from_dict(raw)).submit())
+    config = from_dict(raw)
+    jobs = jobs_of(config)
+    _refuse_impossible(config)
+    print(jobs.submit())
+
+
+def _refuse_impossible(config: Config) -> None:
+    """A run that no cluster could train is found here, not by its pods. Raises `ConfigError`."""
+    from pipeline.plan.estimate import estimate
+
+    if config.manifest.kind == "train":
+        estimate(config)
 
 
 def logs(raw: dict[str, Any], overrides: list[str]) -> None:

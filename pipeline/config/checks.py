@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 from pipeline.config.errors import ConfigError, nearest
-from pipeline.config.sections import STAGES, ClusterConfig, Config, PlanConfig, StudyConfig
+from pipeline.config.sections import (
+    STAGES,
+    ClusterConfig,
+    Config,
+    HardwareConfig,
+    PlanConfig,
+    StudyConfig,
+)
 
 MANIFESTS = ("train", "eval", "cluster")
 
@@ -159,8 +167,8 @@ def _check_ranges(config: Config) -> None:
         "data.seed": (data.seed, 0, 2**63 - 1),
         "evals.num_questions": (config.evals.num_questions, 1, huge),
         "evals.batch_size": (config.evals.batch_size, 1, huge),
-        "evals.max_length": (config.evals.max_length or 1, 1, huge),
-        "evals.limit": (config.evals.limit or 1, 1, huge),
+        "evals.max_length": (_given(config.evals.max_length), 2, huge),
+        "evals.limit": (_given(config.evals.limit), 1, huge),
         "evals.watch_seconds": (config.evals.watch_seconds, tiny, huge),
         "evals.workers": (config.evals.workers, 0, huge),
         "evals.samples_logged": (config.evals.samples_logged, 0, huge),
@@ -179,6 +187,7 @@ def _check_ranges(config: Config) -> None:
         "cluster.nodes": (cluster.nodes, 1, huge),
         "cluster.gpus_per_node": (cluster.gpus_per_node, 0, huge),
         **_plan_ranges(config.plan),
+        **_hardware_ranges(cluster.hardware),
         "cluster.shard": (cluster.shard, 0, huge),
     }
     if config.study:
@@ -203,6 +212,23 @@ def _check_ranges(config: Config) -> None:
             )
     if config.name in {"data", "latest", "mlartifacts"}:
         raise ConfigError(f"name={config.name}: taken for other things; choose another")
+
+
+def _given(number: float | None) -> float:
+    """A number that may be left out; what lies in every range where it is."""
+    return 2 if number is None else number
+
+
+def _hardware_ranges(hardware: HardwareConfig | None) -> dict[str, tuple[float, float, float]]:
+    """A card may lack a format, but nothing else."""
+    if hardware is None:
+        return {}
+    least = {"fp8_tflops": 0, "fp4_tflops": 0, "nvlink_gpus": 1}
+    return {
+        f"cluster.hardware.{key}": (number, least.get(key, 1e-3), 1e300)
+        for key, number in dataclasses.asdict(hardware).items()
+        if key not in {"name", "capability"}
+    }
 
 
 def _plan_ranges(plan: PlanConfig) -> dict[str, tuple[float, float, float]]:

@@ -65,6 +65,8 @@ class Kubectl:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as following:
             assert following.stdout is not None
             yield from following.stdout
+        if following.returncode:  # kubectl has said why, on standard error
+            raise UnreachableError(f"kubectl logs: it ended with code {following.returncode}")
 
     def status(self) -> list[str]:
         found = json.loads(self._run("get", self._kind, self._name, "-o", "json"))

@@ -117,6 +117,11 @@ def within_cluster(config: Config) -> Config:
         cluster = dataclasses.replace(
             cluster, nodes=1, workers=cluster.workers // cluster.nodes, address="auto"
         )
+    if "@" in (tracking.uri or ""):
+        raise ConfigError(
+            "tracking.uri: a ConfigMap would show its password; name the address alone, and the "
+            "Secret with user and password by cluster.kubernetes.tracking_secret"
+        )
     if tracking.uri is None and not tracking.offline:
         uri = f"http://mlflow.{pods.namespace}.svc:5000"
         tracking = dataclasses.replace(tracking, uri=uri)
@@ -143,6 +148,8 @@ def job_name(config: Config) -> str:
     """
     run = run_name(config)
     plain = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
+    if not plain:
+        raise ConfigError(f"name={run}: Kubernetes' names need letters or digits; choose another")
     name = f"{config.manifest.kind}-{plain}"
     if len(name) > NAME_LENGTH:
         raise ConfigError(
@@ -160,6 +167,7 @@ def pods_of(config: Config) -> KubernetesConfig:
             "cluster=kind, gb200, gb300, b200, h100 or h200"
         )
     pods = config.cluster.kubernetes
+    _check_pods(pods)
     if pods.grace_seconds <= templates.STOP_MARGIN:
         raise ConfigError(
             f"cluster.kubernetes.grace_seconds={pods.grace_seconds}: a step and a checkpoint have "
@@ -175,6 +183,29 @@ def pods_of(config: Config) -> KubernetesConfig:
     if config.manifest.kind == "cluster" and pods.priority_class:
         return dataclasses.replace(pods, priority_class="interactive")
     return pods
+
+
+def _check_pods(pods: KubernetesConfig) -> None:
+    """What Kubernetes would refuse, or take and never start. Raises `ConfigError`."""
+    label, quantity = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", r"[1-9][0-9]*([kMGTP]i?|Ki)?"
+    forms = {
+        "image": (r"\S+", "an image's name"),
+        "node_memory": (quantity, "an amount as 128Gi"),
+        "head_memory": (quantity, "an amount as 128Gi"),
+        "storage_path": (r"/\S+", "an absolute path"),
+        **dict.fromkeys(
+            ("namespace", "storage_claim", "queue", "priority_class", "tracking_secret"),
+            (label, "lowercase letters, digits and '-'"),
+        ),
+    }
+    for key, (form, said) in forms.items():
+        value = getattr(pods, key)
+        if value is not None and not re.fullmatch(form, value):
+            raise ConfigError(f"cluster.kubernetes.{key}={value}: give {said}")
+    counts = {"node_cpus": 1, "head_cpus": 1, "retries": 0, "deadline_hours": 1, "wait_seconds": 1}
+    for key, least in counts.items():
+        if getattr(pods, key) < least:
+            raise ConfigError(f"cluster.kubernetes.{key}={getattr(pods, key)}: at least {least}")
 
 
 def _metadata(name: str, pods: KubernetesConfig, labels: dict[str, str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import yaml
 
 from model import ModelConfig, count_parameters, flops_per_token
 from model.loss import SLICE_ELEMENTS
-from pipeline.config import Config, ConfigError, HardwareConfig, from_dict
+from pipeline.config import Config, ConfigError, HardwareConfig, from_dict, nearest
 from pipeline.config.build import build
 from pipeline.help import CONF
 from pipeline.plan import formulas
@@ -94,6 +94,10 @@ def estimate(config: Config) -> Estimate:
         for source, share in phase.blend.items():
             tokens = (phase.end_step - phase.start_step) * schedule.tokens_per_step
             corpus[source] = corpus.get(source, 0) + share * tokens
+    for source in config.plan.corpus_tokens or {}:
+        if source not in corpus:
+            hint = nearest(source, corpus)
+            raise ConfigError(f"plan.corpus_tokens.{source}: no such source; {hint}")
     return Estimate(
         parameters=parameters,
         forward_flops=forward,

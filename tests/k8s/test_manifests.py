@@ -192,5 +192,25 @@ def test_what_has_no_pods_or_no_name_is_refused() -> None:
         manifest(composed("cluster=kind", f"name={'long' * 12}"))
     with pytest.raises(ConfigError, match="node_cpus"):
         manifest(composed("cluster=kind", "cluster.cpus_per_worker=3"))
-    with pytest.raises(ConfigError, match="grace_seconds"):
-        manifest(composed("cluster=kind", "cluster.kubernetes.grace_seconds=30"))
+    with pytest.raises(ConfigError, match="letters or digits"):
+        manifest(composed("cluster=kind", "name=___"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("grace_seconds", "30"),
+        ("image", "''"),
+        ("node_memory", "lots"),
+        ("queue", "Bad_Queue"),
+        ("retries", "-1"),
+    ],
+)
+def test_what_kubernetes_would_refuse_is_refused_here(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        manifest(composed("cluster=kind", f"cluster.kubernetes.{key}={value}"))
+
+
+def test_a_password_does_not_get_into_the_config_map() -> None:
+    with pytest.raises(ConfigError, match=r"^(?!.*hunter2).*tracking_secret"):
+        manifest(composed("cluster=kind", "tracking.uri='https://me:hunter2@mlflow.example'"))

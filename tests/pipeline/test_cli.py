@@ -58,6 +58,7 @@ def test_help_lists_everything_without_importing_torch_or_ray(arguments: tuple[s
         (("run", "train.learning_rate=nan"), "train.learning_rate: must be at least"),
         (("run", "train.beta1=1.5"), "train.beta1: must be between 0 and 1"),
         (("run", "seed=-1"), "seed: must be between 0 and"),
+        (("run", "evals.limit=0"), "evals.limit: must be at least 1"),
         (("run", "cluster.workers=-1"), "cluster.workers: must be at least 0"),
         (("run", "data.name=../x"), "it names a folder"),
         (("run", "model=null"), "cannot be read"),

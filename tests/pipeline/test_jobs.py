@@ -94,6 +94,8 @@ def test_a_server_that_is_away_and_a_kubectl_that_is_not_there_are_told(
     kubectl.install(fails=True)
     with pytest.raises(UnreachableError, match="the server is away"):
         jobs_of(config).submit()
+    with pytest.raises(UnreachableError, match="kubectl logs"):
+        list(jobs_of(config).logs())
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="kubectl is not installed"):
         jobs_of(config).submit()

@@ -115,6 +115,8 @@ def test_auto_finds_the_fewest_nodes_that_fit() -> None:
         (["cluster.workers=3"], "give cluster.nodes"),
         (["plan.gemm_efficiency.fp4=1.5"], "plan.gemm_efficiency.fp4"),
         (["plan.price=-1"], "plan.price"),
+        (["plan.corpus_tokens={nosuch: 1}"], "no such source"),
+        (["cluster.hardware.bf16_tflops=0"], "bf16_tflops"),
     ],
 )
 def test_the_impossible_is_refused_by_name(overrides: list[str], message: str) -> None:
@@ -173,7 +175,8 @@ def test_the_command_needs_neither_ray_nor_mlflow_nor_data() -> None:
     script = (
         "import json, sys, time\n"
         "from pipeline.cli import main\n"
-        f"try: main(['plan', '{PAPER}', 'cluster=gb200_nvl72', 'nodes=8', 'cluster.shard=8'])\n"
+        f"try: main(['plan', '{PAPER}', 'cluster=gb200_nvl72', 'nodes=8', 'cluster.shard=8',"
+        " 'gemm_efficiency.fp4=0.5'])\n"
         "except SystemExit as end: code = end.code\n"
         "print(json.dumps([code, time.process_time(), sorted(sys.modules)]))\n"
     )
