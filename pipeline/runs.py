@@ -140,11 +140,15 @@ def find_run(root: Path, run: str) -> RunFolder:
     return matches[0]
 
 
+NOT_OF_A_RUN = ("plan", "manifest")  # sections whose keys come and go without a run's noticing
+
+
 def load_config(run: RunFolder) -> Config:
     """A run's own configuration. Raises `ConfigError` where this version cannot read it."""
     try:
         raw = yaml.safe_load(run.config.read_text())
-        return from_dict(raw if isinstance(raw, dict) else {})
+        raw = raw if isinstance(raw, dict) else {}
+        return from_dict({key: raw[key] for key in raw if key not in NOT_OF_A_RUN})
     except (ConfigError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{run.config}: not a configuration that this version reads ({error})"

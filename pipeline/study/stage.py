@@ -54,8 +54,10 @@ def run_study(config: Config, compose: Compose, user: list[str]) -> None:
         finished = [run for run in runs if is_finished(root, run)]
         if finished:
             gathered = _with_memory(tables.collect(finished, root), finished)
-            log = folder / "logs" / "fidelity.log"
-            errors = measure_fidelity(finished, study, root, log)
+            errors = []
+            if status == "FINISHED":  # it takes minutes, which whoever interrupts does not wait for
+                log = folder / "logs" / "fidelity.log"
+                errors = measure_fidelity(finished, study, root, log)
             tables.write(dataclasses.replace(gathered, fidelity=tuple(errors)), folder)
             _report_of(folder, study)
             written = [folder / name for name in ("report.html", "figures", *tables.FILES)]

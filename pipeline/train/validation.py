@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from evals.domains import Rows, batch_nats, tokens_and_bytes
 from pipeline.config import TrainConfig
@@ -37,7 +36,8 @@ def validate(
             trainable.prepare()
             own = [_own_nats(trainable, found, train.micro_batch) for found in rows.values()]
         trainable.reshard()
-        nats = torch.stack(own).to(next(trainable.model.parameters()).device)
+        device = next(trainable.model.parameters()).device
+        nats = torch.tensor(own, dtype=torch.float64, device=device)
         all_reduce(nats)
         losses = dict(zip(rows, nats.tolist(), strict=True))
         values |= {f"{name}/loss_{label}": losses[name] / tokens[name] for name in rows}
@@ -45,8 +45,8 @@ def validate(
     return values
 
 
-def _own_nats(trainable: Trainable, rows: Rows, micro_batch: int) -> Tensor:
-    """FP64 scalar: of this rank's micro-batches, in whole quanta.
+def _own_nats(trainable: Trainable, rows: Rows, micro_batch: int) -> float:
+    """Of this rank's micro-batches, in whole quanta.
 
     Where weights are shared all ranks run equally many; one more than there are counts nothing.
     """
@@ -56,4 +56,4 @@ def _own_nats(trainable: Trainable, rows: Rows, micro_batch: int) -> Tensor:
     found = [batch_nats(trainable.model, rows, index, micro_batch) for index in own]
     for _ in range(rounds - len(own)):
         batch_nats(trainable.model, rows, 0, micro_batch)
-    return torch.tensor(found, dtype=torch.float64).mul(SCALE).round().sum() / SCALE
+    return sum(round(nats * SCALE) for nats in found) / SCALE
