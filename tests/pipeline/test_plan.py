@@ -76,8 +76,10 @@ def test_the_plan_shares_weights_as_training_will(shard: int, layout: tuple[int,
 
 
 def test_what_is_sent_follows_the_phases_precision_and_the_cluster_s_switches() -> None:
-    sent = estimate.estimate(composed(PAPER)).sent
-    assert set(sent) == {"gather weights", "scatter gradients"}
+    sent = estimate.estimate(composed(PAPER)).sent  # a copy in each node
+    assert set(sent) == {"gather weights", "scatter gradients", "all-reduce gradients"}
+    one_copy = estimate.estimate(composed(PAPER, "cluster.shard=0")).sent
+    assert set(one_copy) == {"gather weights", "scatter gradients"}
     plain = estimate.estimate(composed(PAPER, "cluster.fp4_gather=false")).sent
     assert plain["gather weights"] > 1.5 * sent["gather weights"]
     kept = estimate.estimate(composed(PAPER, "cluster.scatter_each_micro_batch=false"))

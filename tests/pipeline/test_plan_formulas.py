@@ -111,7 +111,7 @@ def test_documents_in_a_row_cost_one_mask_that_all_attention_blocks_share() -> N
 def test_the_logits_of_one_slice_are_held_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     for slice_elements in (1 << 25, HYBRID.vocab_size * ROWS * LENGTH // 4):
         monkeypatch.setattr(model_loss, "SLICE_ELEMENTS", slice_elements)
-        monkeypatch.setattr(formulas, "SLICE_ELEMENTS", slice_elements)
+        monkeypatch.setattr(formulas.held, "SLICE_ELEMENTS", slice_elements)
         model, _, _ = built(HYBRID, "bf16", "none")
         largest = 0
         forward = model_loss._exponentiate
