@@ -110,7 +110,7 @@ def measure_speed(config: ModelConfig, arguments: argparse.Namespace) -> dict[st
     steps = {n: build_step(n, config, arguments.batch, arguments.tokens) for n in names}
     losses = {name: step() for name, step in steps.items()}
     assert max(losses.values()) - min(losses.values()) < 1e-4, losses
-    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(arguments.rounds):
         for name, step in steps.items():
             start = time.perf_counter()

@@ -115,18 +115,17 @@ def _check_study(study: StudyConfig) -> None:
 
 
 def _check_cluster(cluster: ClusterConfig) -> None:
-    """Workers can be had in these numbers, and shared copies in each. Raises `ConfigError`."""
+    """Workers can be had in these numbers, and copies shared as asked. Raises `ConfigError`."""
     least = cluster.min_workers
     if least is not None and not 1 <= least <= cluster.workers:
         raise ConfigError(
             f"cluster.min_workers={least}: from 1 to cluster.workers={cluster.workers}"
         )
-    for workers in range(least or cluster.workers, cluster.workers + 1):
-        if cluster.shard and workers % cluster.shard:
-            raise ConfigError(
-                f"cluster.shard={cluster.shard} does not divide {workers} workers; choose what "
-                "divides each number of workers from min_workers on, or 0 for all of them"
-            )
+    if cluster.shard and cluster.workers % cluster.shard:
+        raise ConfigError(
+            f"cluster.shard={cluster.shard} does not divide {cluster.workers} workers; choose a "
+            "divisor, or 0 for all of them"
+        )
 
 
 def _check_ranges(config: Config) -> None:
@@ -184,6 +183,7 @@ def _check_ranges(config: Config) -> None:
         "cluster.cpus_per_worker": (cluster.cpus_per_worker, 0, huge),
         "cluster.gpus_per_worker": (cluster.gpus_per_worker, 0, huge),
         "cluster.max_failures": (cluster.max_failures, -1, huge),
+        "cluster.resize_seconds": (cluster.resize_seconds, 0, huge),
         "cluster.nodes": (cluster.nodes, 1, huge),
         "cluster.gpus_per_node": (cluster.gpus_per_node, 0, huge),
         **_plan_ranges(config.plan),

@@ -348,6 +348,7 @@ class ClusterConfig:
 
     workers: int = 0
     min_workers: int | None = None  # fewer than `workers` will do; none: exactly as many
+    resize_seconds: float = 60  # with fewer: how often it is looked for more of them
     cpus_per_worker: float = 1
     gpus_per_worker: int = 0
     accelerator: str | None = None  # for example B200; named in the plan and checked at start

@@ -41,14 +41,17 @@ def train_on_workers(config: Config, run: RunFolder, dataset: Path) -> dict[str,
         start_ray(cluster.address)
     logging.getLogger("ray.train").setLevel(logging.WARNING)
     worker: Any = _train_worker
-    workers: Any = cluster.workers  # a range is not in the stubs
+    workers: dict[str, Any] = {"num_workers": cluster.workers}
     if cluster.min_workers:
-        workers = (cluster.min_workers, cluster.workers)
+        workers = {
+            "num_workers": (cluster.min_workers, cluster.workers),
+            "elastic_resize_monitor_interval_s": cluster.resize_seconds,
+        }
     trainer = TorchTrainer(
         worker,
         train_loop_config=arguments,
         scaling_config=ScalingConfig(
-            num_workers=workers,
+            **workers,
             use_gpu=cluster.gpus_per_worker > 0,
             resources_per_worker=resources if cluster.workers else None,
             accelerator_type=cluster.accelerator,

@@ -11,6 +11,7 @@ parameters, Mamba's A_log, D and dt_bias among them, in FP32. Gradients are FP32
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from model import HybridModel
-from pipeline.config import ConfigError
 from pipeline.train.parallel import Group, Rank
 from quant import Precision
 from quant.linear import QuantLinear
 from quant.sharded import BLOCK, ShardedWeight, prepare_shards
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,21 @@ class Sharding:
 
     @staticmethod
     def over(shards: int, device: torch.device) -> Sharding:
-        """Ranks in rows of so many; 0 is all of them. Raises `ConfigError` where it cannot be."""
-        ranks = Rank.current().size
+        """Ranks in rows of so many; in one row for 0, and where so many do not divide the ranks:
+        the configured number of workers they divide, but not each that a loss may leave."""
+        rank = Rank.current()
+        ranks = rank.size
         if ranks == 1 or shards == 1:
             return Sharding()
-        if ranks % (shards or ranks):
-            raise ConfigError(
-                f"cluster.shard={shards} does not divide the {ranks} workers; choose a divisor, or "
-                "0 for all of them"
-            )
+        if shards and ranks % shards:
+            if rank.index == 0:
+                _log.warning(
+                    "cluster.shard=%d does not divide the %d workers that there are: all of them "
+                    "share one copy",
+                    shards,
+                    ranks,
+                )
+            shards = 0
         shape = (ranks // (shards or ranks), shards or ranks)
         names = ("replica", "shard")
         return Sharding(init_device_mesh(device.type, shape, mesh_dim_names=names))

@@ -60,8 +60,7 @@ class Trainable:
 def build_trainable(config: Config, device: torch.device) -> Trainable:
     """The model in its recipe's precision, sharded as configured; weights are those of the seed.
 
-    Raises `ConfigError` where the ranks cannot be cut so, `ValueError` where the recipe does not
-    fit the model.
+    Raises `ValueError` where the recipe does not fit the model.
     """
     sharding = Sharding.over(config.cluster.shard, device)
     built_on = device if sharding.mesh is None else torch.device("meta")

@@ -195,10 +195,10 @@ class Case:
         return any((self.folder / "checkpoints").glob(".partial-*"))
 
 
-def differences(one: Case, other: Case) -> list[str]:
+def differences(one: Case, other: Case, steps: int = STEPS) -> list[str]:
     """In what the ends of two finished runs differ, bit for bit; empty where in nothing."""
     found = []
-    last = [checkpoint.at_step(case.folder / "checkpoints", STEPS) for case in (one, other)]
+    last = [checkpoint.at_step(case.folder / "checkpoints", steps) for case in (one, other)]
     for group in ("model", "optimizer"):
         tensors, others = (item.tensors(group) for item in last)
         found += [

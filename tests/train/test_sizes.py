@@ -31,9 +31,9 @@ from tests.train.tiny import (
 )
 
 STEPS, BATCH, INTERVAL = 9, 6, 2  # six micro-batches a step: not for every size equally many
-ELASTIC = ((4, 2, 2), (2, 0, 4), (3, 1, 6), (4, 0, None))
-"""Of the run that is killed: on how many ranks, in rows of how many (0: all), killed when that
-step is done."""
+ELASTIC = ((4, 2, 2), (2, 0, 4), (3, 2, 6), (4, 1, None))
+"""Of the run that is killed: on how many ranks, in rows of how many (0, or no divisor: all), killed
+when that step is done."""
 pytestmark = pytest.mark.slow
 
 
