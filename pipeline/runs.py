@@ -115,10 +115,11 @@ def new_run_id(label: str) -> str:
 
 
 def list_runs(root: Path) -> list[RunFolder]:
-    """All runs below `root`, oldest first."""
+    """All runs below `root`, by when they were started, the newest last."""
     if not root.is_dir():
         return []
-    return [RunFolder(path.parent) for path in sorted(root.glob("*/config.yaml"))]
+    configs = sorted(root.glob("*/config.yaml"), key=lambda path: (path.stat().st_mtime_ns, path))
+    return [RunFolder(path.parent) for path in configs]
 
 
 def find_run(root: Path, run: str) -> RunFolder:

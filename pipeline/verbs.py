@@ -86,7 +86,7 @@ def eval(raw: dict[str, Any], overrides: list[str]) -> None:
         assert named.folder is not None
         command.refuse_incomplete(command.evaluate_folder(composed, named.folder))
         return
-    raw["run"] = named.run.id
+    raw["run"], raw["root"] = named.run.id, str(named.run.path.parent)
     if named.step is not None:
         raw["step"] = named.step
     config, found = _existing(raw, overrides, named.run)

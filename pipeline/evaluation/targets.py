@@ -1,9 +1,9 @@
 """What `eval run=...` can name: a run, its MLflow id, a checkpoint, a Hugging Face folder.
 
-A run is named by its id (or its beginning, or `latest`), or by the id that MLflow gave it; a
-checkpoint by its folder or a URI that pyarrow reads (`s3://`, `gs://`, `file://`), which is copied
-here first. A checkpoint that lies in a run's folder is that run's; one that stands alone brings its
-configuration with it.
+A run is named by its id (or its beginning, or `latest`), its folder, or the id that MLflow gave it;
+a checkpoint by its folder or a URI that pyarrow reads (`s3://`, `gs://`, `file://`), which is
+copied here first. A checkpoint that lies in a run's folder is that run's; one that stands alone
+brings its configuration with it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def find(config: Config) -> Named:
     if re.match(r"[a-z0-9]+://", wanted):
         return _folder(_fetched(wanted, root / "evals" / FETCHED))
     path = Path(wanted).expanduser()
-    if (path / STATE).is_file() or (path / CONFIG).is_file():
+    if path.is_dir() or len(path.parts) > 1:
         return _folder(path.resolve())
     if re.fullmatch(r"[0-9a-f]{32}", wanted):
         return _by_mlflow_id(config, wanted, root)
@@ -66,8 +66,13 @@ def find(config: Config) -> Named:
 
 
 def _folder(path: Path) -> Named:
-    if not (path / STATE).is_file():
+    if RunFolder(path).config.is_file():
+        return Named(RunFolder(path))
+    if (path / CONFIG).is_file():
         return Named(folder=path)
+    if not (path / STATE).is_file():
+        holds = f"holds no run (config.yaml), no checkpoint ({STATE}) and no model ({CONFIG})"
+        raise ConfigError(f"run={path}: {holds if path.is_dir() else 'there is no such folder'}")
     run = RunFolder(path.parents[1])
     if run.config.is_file():
         return Named(run, checkpoint.at_step(path.parent, _step(path)).step)

@@ -22,7 +22,10 @@ from pipeline.ray_session import QUIET
 from tests.faults.harness import TOKENS_PER_STEP, Case, differences
 
 STEPS = 1600  # Ray Train learns of a new node within half a minute: by then some are left
-SETTINGS = ("train.reproducible=true", f"train.tokens={STEPS * TOKENS_PER_STEP}")
+SETTINGS = (
+    "train.reproducible=true", f"train.tokens={STEPS * TOKENS_PER_STEP}",
+    f"train.max_skipped_steps={STEPS}",  # so few rows a step have spikes, which are skipped alike
+)  # fmt: skip
 ELASTIC = (
     "cluster=cpu2", "cluster.min_workers=1", "cluster.resize_seconds=2", "cluster.max_failures=100"
 )  # fmt: skip

@@ -65,7 +65,7 @@ def test_a_run_a_checkpoint_and_an_mlflow_id_name_the_same(
     assert "(kept)" not in capsys.readouterr().out
     mlflow_id = json.loads((run.path / "tracking.json").read_text())["run_id"]
     place = f"{run.checkpoints}/step-{STEPS:08d}"
-    for name in (place, mlflow_id, f"file://{place}"):
+    for name in (place, mlflow_id, f"file://{place}", run.path):
         assert command(run, "eval", "tracking.offline=false", *local, f"run={name}") == 0
         assert "(kept)" in capsys.readouterr().out
     assert results(run, STEPS) == first
@@ -166,7 +166,9 @@ def test_missing_data_is_named_and_the_exit_code_says_so(
         (("evals.precision=fp4",), "evals.precision=fp4"),
         (("step=some",), "step=some"),
         (("step=3",), "no checkpoint of step 3"),
-        (("run=/nowhere",), "no such run"),
+        (("run=/nowhere",), "run=/nowhere: there is no such folder"),
+        (("run=file:///nowhere",), "run=/nowhere: there is no such folder"),
+        (("run=/",), "holds no run (config.yaml), no checkpoint (state.json) and no model"),
         (("run=" + "0" * 32,), "no such run in"),
     ],
 )
