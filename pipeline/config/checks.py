@@ -79,6 +79,11 @@ def _check_choices(config: Config) -> None:
     for key, (word, known) in choices.items():
         if word not in known:
             raise ConfigError(f"{key}={word}: {nearest(word, known)}")
+    if config.export.format == "hf" and config.export.calibration is not None:
+        raise ConfigError(
+            f"export.calibration={config.export.calibration}: format=hf has no activation scales "
+            "to measure; leave it out, or export format=nvfp4-compressed-tensors"
+        )
     if isinstance(config.step, str) and config.step != "all":
         raise ConfigError(f"step={config.step}: give a step's number, or, to eval, all")
 

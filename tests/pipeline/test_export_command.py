@@ -62,6 +62,7 @@ def test_mlflow_keeps_the_record_and_the_place(trained: tuple[Config, RunFolder]
         (("shard_bytes=0",), "export.shard_bytes: must be at least"),
         (("model=tiny",), "own configuration stands"),
         (("calibration=/none", "format=nvfp4-modelopt"), "/none cannot be read"),
+        (("calibration=/none",), "format=hf has no activation scales"),
     ],
 )
 def test_a_mistake_gets_one_message_and_exit_code_2(
