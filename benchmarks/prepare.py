@@ -8,15 +8,17 @@ before. Each size is a prefix of every file. Rounds alternate between the candid
     prepare       `pipeline.data.prepare` from the files to the finished corpus, with Ray running:
                   read, hash, deduplicate, hold out, tokenize, write shards, check-sum
 
-    memory        the highest sum of private memory (USS) of this process and Ray's workers, above
-                  what it was before, sampled every 50 ms
+    memory        the highest private memory (USS), sampled every 50 ms: of this process above what
+                  it was before (driver), of the largest of Ray's processes (worker), and the sum of
+                  all above what it was before
 
     cpu           seconds of processor time of this process and Ray's: what remains of a candidate's
                   time on a machine that is shared with others, and with nothing to wait for
 
     ratios   prepare_vs_encode_batch = text per second of prepare / of encode_batch (goal: 0.8)
              prepare_vs_encode_batch_cpu = the same, by processor time
-             memory_large_vs_small = memory at the large size / at the small one
+             driver_memory_large_vs_small, worker_memory_..., memory_... = the highest at the large
+             size / at the small one
 
     python benchmarks/prepare.py [--json] [--rounds 1] [--megabytes 5 20] [--corpus corpus]
 """
@@ -51,6 +53,7 @@ from pipeline.ray_session import ray_session
 THREADS = os.cpu_count() or 1  # what a local Ray runs at once: see `pipeline.ray_session`
 os.environ.setdefault("RAY_worker_niceness", "0")  # both candidates at the same priority
 SIZES = (5.0, 20.0)  # megabytes of text
+MEMORY = ("driver", "worker", "total")
 FILE_BYTES = 4_000_000  # of each input file, about: enough files for all threads
 
 
@@ -114,19 +117,23 @@ class Stopwatch:
 
 
 class Peak:
-    """The most private memory that this process and its children held, in bytes."""
+    """The most private memory that was held, in bytes: see the top."""
 
     def __init__(self) -> None:
-        self.bytes = 0
+        self.driver = self.worker = self.total = 0
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         ended = threading.Event()
-        before = self._now()
+        own, others = private_memory()
+        total = own + sum(others)
 
         def sample() -> None:
             while not ended.wait(0.05):
-                self.bytes = max(self.bytes, self._now() - before)
+                driver, workers = private_memory()
+                self.driver = max(self.driver, driver - own)
+                self.worker = max(self.worker, *workers)
+                self.total = max(self.total, driver + sum(workers) - total)
 
         thread = threading.Thread(target=sample)
         thread.start()
@@ -136,12 +143,15 @@ class Peak:
             ended.set()
             thread.join()
 
-    def _now(self) -> int:
-        total = 0
-        for process in processes():
-            with suppress(psutil.Error):
-                total += process.memory_full_info().uss
-        return total
+
+def private_memory() -> tuple[int, list[int]]:
+    """Of this process, and of each of Ray's."""
+    own, *others = processes()
+    sizes = [0]
+    for process in others:
+        with suppress(psutil.Error):  # it ended meanwhile
+            sizes.append(process.memory_full_info().uss)
+    return own.memory_full_info().uss, sizes
 
 
 def one_size(corpus: Path, megabytes: float, rounds: int) -> dict[str, Any]:
@@ -180,7 +190,7 @@ def one_size(corpus: Path, megabytes: float, rounds: int) -> dict[str, Any]:
         "prepare_mb_per_s": round(mb / median(whole.seconds), 2),
         "encode_batch_cpu_s": round(median(encode.cpu), 2),
         "prepare_cpu_s": round(median(whole.cpu), 2),
-        "peak_memory_mb": round(peak.bytes / 1e6, 1),
+        **{f"{name}_mb": round(getattr(peak, name) / 1e6, 1) for name in MEMORY},
         "steps": steps,
         "prepare_vs_encode_batch": median(encode.seconds) / median(whole.seconds),
         "prepare_vs_encode_batch_cpu": median(encode.cpu) / median(whole.cpu),
@@ -199,7 +209,12 @@ def measure(
         name: round(rows[-1][name], 3)
         for name in ("prepare_vs_encode_batch", "prepare_vs_encode_batch_cpu")
     } | {
-        "memory_large_vs_small": round(rows[-1]["peak_memory_mb"] / rows[0]["peak_memory_mb"], 3),
+        f"{name}_large_vs_small": round(rows[-1][key] / rows[0][key], 3)
+        for name, key in (
+            ("driver_memory", "driver_mb"),
+            ("worker_memory", "worker_mb"),
+            ("memory", "total_mb"),
+        )
     }
     machine = {"cpu": platform.processor() or platform.machine(), "threads": THREADS}
     return {"machine": machine, "rows": rows, "ratios": ratios}
@@ -218,13 +233,13 @@ def main() -> None:
         return
     assert __doc__ is not None
     print(__doc__.split("    python ")[0])
-    heads = "encode_batch MB/s, cpu s", "prepare"
-    print(f"{'MB':>8} {'documents':>10} {heads[0]:>25} {heads[1]:>16} {'peak MB':>8}")
+    heads = "encode_batch MB/s, cpu s", "prepare", "MB held: driver, worker, all"
+    print(f"{'MB':>8} {'documents':>10} {heads[0]:>25} {heads[1]:>16} {heads[2]:>30}")
     for row in result["rows"]:
         print(
             f"{row['megabytes']:8} {row['documents']:10,} {row['encode_batch_mb_per_s']:16} "
             f"{row['encode_batch_cpu_s']:8} {row['prepare_mb_per_s']:8} {row['prepare_cpu_s']:7} "
-            f"{row['peak_memory_mb']:8}  {row['steps']}"
+            f"{row['driver_mb']:12} {row['worker_mb']:8} {row['total_mb']:8}  {row['steps']}"
         )
     print(result["ratios"])
 
