@@ -132,9 +132,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         ],
         "global_scales": [pointer, real, real, pointer],
         "amax_and_nonfinite": [pointer, integer, long, pointer, pointer, integer],
-        "read_ranges": [
-            pointer, long, pointer, long, pointer, long, pointer, pointer, pointer,
-        ],
+        "read_ranges": [pointer, long, long, pointer, pointer],
         "lay_out_rows": [
             pointer, integer, long, long, long, long, long, pointer, pointer, pointer,
         ],
@@ -356,32 +354,23 @@ def rht_transpose(
     return y_KT, (amax[0], amax[1]), nonfinite
 
 
-def read_ranges(
-    file: NDArray[np.uint8],
-    sums: NDArray[np.uint64],
-    begin_K: NDArray[np.int64],
-    row_K: NDArray[np.int64],
-    out: NDArray[Any],
-) -> NDArray[np.bool_]:
-    """Copy ranges of a file into rows of `out`; which of them are as they were written [K].
+def read_ranges(place_K4: NDArray[np.int64], out: NDArray[Any]) -> NDArray[np.bool_]:
+    """Copy ranges of mapped files into the rows of `out`; which of them are as written [K].
 
     Args:
-        file, sums: the file's bytes, and the sums of its blocks (`pipeline.data.blocks`).
-        begin_K: where each range begins, in bytes; it is as long as a row of `out`.
-        row_K: to which row it goes.
-        out: contiguous [rows, elements].
+        place_K4: contiguous; of each range the address of its file in memory, or 0 for none; the
+            file's bytes; the address of the sums of its blocks (`pipeline.data.blocks`); where in
+            the file the range begins, in bytes. Who calls keeps the files mapped.
+        out: contiguous [K, elements]; a range is as long as a row.
     """
+    assert place_K4.flags.c_contiguous
     assert out.flags.c_contiguous
-    begin_K, row_K = np.ascontiguousarray(begin_K), np.ascontiguousarray(row_K)
-    intact_K = np.empty(len(begin_K), np.bool_)
+    assert len(place_K4) == len(out)
+    intact_K = np.empty(len(place_K4), np.bool_)
     _library().read_ranges(
-        file.ctypes.data,
-        file.nbytes,
-        sums.ctypes.data,
-        len(begin_K),
-        begin_K.ctypes.data,
+        place_K4.ctypes.data,
+        len(place_K4),
         out.shape[1] * out.itemsize,
-        row_K.ctypes.data,
         out.ctypes.data,
         intact_K.ctypes.data,
     )

@@ -11,27 +11,39 @@ namespace {
 
 constexpr int64_t STRIDE = 64;  // ids looked at together: an end of a document is rare
 
+// `count` ids of a row, in its document of that number; returns the number of the one after them.
+template <typename Id>
+inline int32_t lay_out_some(const Id *__restrict ids, int64_t count, Id eos, int64_t label_at_end,
+                            int32_t number, int64_t *__restrict tokens, int64_t *__restrict labels,
+                            int32_t *__restrict numbers) {
+    Id found = 0;
+    for (int64_t i = 0; i < count; ++i) tokens[i] = ids[i];
+    for (int64_t i = 0; i < count; ++i) labels[i] = ids[i + 1];
+    for (int64_t i = 0; i < count; ++i) numbers[i] = number;
+    for (int64_t i = 0; i < count; ++i) found |= ids[i] == eos;
+    if (!found) return number;
+    for (int64_t i = 0; i < count; ++i) {
+        numbers[i] = number;
+        if (ids[i] != eos) continue;
+        ++number;
+        if (label_at_end < 0) labels[i] = label_at_end;
+    }
+    return number;
+}
+
 template <typename Id>
 void lay_out_unit(const Id *ids, int64_t length, int64_t row, Id eos, int64_t label_at_end,
                   int64_t *tokens, int64_t *labels, int32_t *numbers) {
     for (int64_t start = 0; start < length; start += row) {
         int32_t number = 0;
         for (int64_t at = start; at < start + row; at += STRIDE) {
-            const int64_t end = at + STRIDE < start + row ? at + STRIDE : start + row;
-            for (int64_t i = at; i < end; ++i) tokens[i] = ids[i];
-            for (int64_t i = at; i < end; ++i) labels[i] = ids[i + 1];
-            int found = 0;
-            for (int64_t i = at; i < end; ++i) found |= ids[i] == eos;
-            if (!found) {
-                for (int64_t i = at; i < end; ++i) numbers[i] = number;
-                continue;
-            }
-            for (int64_t i = at; i < end; ++i) {
-                numbers[i] = number;
-                if (ids[i] != eos) continue;
-                ++number;
-                if (label_at_end < 0) labels[i] = label_at_end;
-            }
+            const int64_t left = start + row - at;
+            // Written twice, so that the compiler knows how many ids the usual case has.
+            number = left >= STRIDE
+                         ? lay_out_some(ids + at, STRIDE, eos, label_at_end, number, tokens + at,
+                                        labels + at, numbers + at)
+                         : lay_out_some(ids + at, left, eos, label_at_end, number, tokens + at,
+                                        labels + at, numbers + at);
         }
     }
 }
@@ -68,18 +80,32 @@ bool is_intact(const uint8_t *file, int64_t size, const uint64_t *sums, int64_t 
     return same & (sum_of_block(last) == sums[at / BLOCK]);
 }
 
+// Where a range begins: in a mapped file of `size` bytes, which has these sums. Four words of 64 bits.
+struct Place {
+    const uint8_t *file;
+    int64_t size;
+    const uint64_t *sums;
+    int64_t begin;
+};
+static_assert(sizeof(Place) == 4 * sizeof(int64_t));
+
+constexpr int64_t LINE = 64;  // bytes that the processor fetches at once
+
 }  // namespace
 
 extern "C" {
 
-// Copy `num` ranges of `count` bytes, which begin at `begins`, out of a file of `size` bytes to the
-// rows `rows` of `out`; `intact` says of each whether the blocks it lies in have their sums.
-void read_ranges(const uint8_t *file, int64_t size, const uint64_t *sums, int64_t num,
-                 const int64_t *begins, int64_t count, const int64_t *rows, uint8_t *out,
-                 uint8_t *intact) {
+// Copy `num` ranges of `count` bytes to `out`, one after the other; `intact` says of each whether the
+// blocks it lies in have their sums. A range of no file is not intact, and nothing is written for it.
+void read_ranges(const Place *places, int64_t num, int64_t count, uint8_t *out, uint8_t *intact) {
     for (int64_t k = 0; k < num; ++k) {
-        intact[k] = is_intact(file, size, sums, begins[k], begins[k] + count);
-        std::memcpy(out + rows[k] * count, file + begins[k], count);
+        const Place &place = places[k];
+        if (k + 1 < num && places[k + 1].file)  // comes from memory while this one is summed
+            for (int64_t at = 0; at < count; at += LINE)
+                __builtin_prefetch(places[k + 1].file + places[k + 1].begin + at);
+        intact[k] = place.file && is_intact(place.file, place.size, place.sums, place.begin,
+                                            place.begin + count);
+        if (place.file) std::memcpy(out + k * count, place.file + place.begin, count);
     }
 }
 

@@ -6,13 +6,10 @@
 A sum costs less than the copy that it guards and finds every change of one word for certain, and
 others but for one in 2^64. A range is read with the blocks that it lies in, from local disk or by
 range from an object store.
-
-Legend: K ranges.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -117,39 +114,15 @@ class LocalFiles(ShardFiles):
         super().__init__(folder, dtype)
         self._open = lru_cache(_OPEN_FILES)(self._map)
 
-    def read_many(
-        self, shard: Mapping[str, Any], begin_K: Integers, row_K: Integers, out: Tokens
-    ) -> NDArray[np.bool_]:
-        """Write the ranges of a row's length that begin at `begin_K` to rows of `out`.
-
-        Returns which of them [K] are as they were written.
-        """
-        from kernels import cpu  # imports torch, which most users of a corpus do without
-
-        try:
-            raw, sums = self._mapped(shard)
-        except DamagedShardError:
-            return np.zeros(len(begin_K), bool)
-        if not cpu.available():
-            pairs = zip(begin_K.tolist(), row_K.tolist(), strict=True)
-            return np.array([self._read_one(shard, begin, out, row) for begin, row in pairs])
-        return cpu.read_ranges(raw, sums, begin_K * self.dtype.itemsize, row_K, out)
-
-    def _read_one(self, shard: Mapping[str, Any], begin: int, out: Tokens, row: int) -> bool:
-        with contextlib.suppress(DamagedShardError):
-            out[row] = self.read(shard, begin, out.shape[1])
-            return True
-        return False
-
     def _bytes(self, shard: Mapping[str, Any], start: int, end: int) -> Raw:
-        return self._mapped(shard)[0][start:end]
+        return self.mapped(shard)[0][start:end]
 
     def _sums(self, shard: Mapping[str, Any], first: int, end: int) -> NDArray[np.uint64]:
-        return self._mapped(shard)[1][first:end]
+        return self.mapped(shard)[1][first:end]
 
-    def _mapped(self, shard: Mapping[str, Any]) -> tuple[Raw, NDArray[np.uint64]]:
+    def mapped(self, shard: Mapping[str, Any]) -> tuple[Raw, NDArray[np.uint64]]:
         """A shard's bytes and sums. Its size is asked each time: to touch what a mapped file has
-        lost kills the process."""
+        lost kills the process. Raises `DamagedShardError`."""
         try:
             size = os.stat(f"{self.place}/{shard['file']}").st_size
             if size == shard["size"]:

@@ -16,8 +16,18 @@ from pipeline.data.mixture import Mixture
 from pipeline.data.shards import Dataset
 
 _FIRST_UNITS = 64
+_PLANNED_UNITS = 65_536
 
 Request = tuple[int, int, int]  # first unit, number of units, sequence length
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """Consecutive requests, and where their units lie: sources of the mixture, rows of each."""
+
+    requests: tuple[Request, ...]
+    source_U: NDArray[np.int64]
+    row_U: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -34,14 +44,36 @@ class Chunk:
     damaged: dict[int, str]
 
 
-def read_chunk(
-    dataset: Dataset, mixture: Mixture, unit_length: int, requests: Sequence[Request]
-) -> Chunk:
-    """Read the units that the plan has at the requests' places."""
+def plan_chunk(mixture: Mixture, requests: Sequence[Request]) -> PlannedChunk:
+    """Look up the units that the plan has at the requests' places."""
     indices = [np.arange(first, first + count) for first, count, _ in requests]
-    source_U, row_U = mixture.locate(np.concatenate(indices))
-    tokens_UT, damaged = dataset.read_units(mixture.names, source_U, row_U, unit_length)
-    return Chunk(tuple(requests), tokens_UT, source_U, damaged)
+    return PlannedChunk(tuple(requests), *mixture.locate(np.concatenate(indices)))
+
+
+def plan_chunks(
+    mixture: Mixture, requests: Iterable[Request], most_units: int
+) -> Iterator[PlannedChunk]:
+    """Chunks of at most so many units, looked up many at a time. A larger request stands alone."""
+    for together in cut_requests(requests, max(most_units, _PLANNED_UNITS)):
+        planned, start = plan_chunk(mixture, together), 0
+        for part in cut_requests(together, most_units):
+            units = slice(start, start + sum(count for _, count, _ in part))
+            yield PlannedChunk(part, planned.source_U[units], planned.row_U[units])
+            start = units.stop
+
+
+def read_chunk(
+    dataset: Dataset,
+    mixture: Mixture,
+    unit_length: int,
+    planned: PlannedChunk,
+    out: NDArray[np.unsignedinteger] | None = None,
+) -> Chunk:
+    """Read a chunk's units, into `out` where that is given: memory that is used again."""
+    tokens_UT, damaged = dataset.read_units(
+        mixture.names, planned.source_U, planned.row_U, unit_length, out
+    )
+    return Chunk(planned.requests, tokens_UT, planned.source_U, damaged)
 
 
 def cut_requests(requests: Iterable[Request], most_units: int) -> Iterator[tuple[Request, ...]]:

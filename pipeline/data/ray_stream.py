@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import ray.data
 
-from pipeline.data.chunks import Chunk, Request, cut_requests, read_chunk
+from pipeline.data.chunks import Chunk, Request, cut_requests, plan_chunk, read_chunk
 from pipeline.data.ray_jobs import quiet_ray_data
 from pipeline.data.shards import Dataset
 
@@ -52,7 +52,7 @@ def _read_window(
     def fetch(plan: pa.Table) -> pa.Table:
         opened = _opened(*place)
         return pa.concat_tables(
-            _packed(read_chunk(opened, mixture, unit_length, requests))
+            _packed(read_chunk(opened, mixture, unit_length, plan_chunk(mixture, requests)))
             for requests in plan["requests"].to_pylist()
         )
 

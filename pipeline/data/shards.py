@@ -15,6 +15,7 @@ shards; unit r of length L is tokens r*L .. (r+1)*L, with one more token read as
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -143,41 +144,63 @@ class Dataset:
         source_U: NDArray[np.int64],
         row_U: NDArray[np.int64],
         unit_length: int,
+        out: NDArray[np.unsignedinteger] | None = None,
     ) -> tuple[NDArray[np.unsignedinteger], dict[int, str]]:
         """Units of several sources [U, unit_length + 1], each with the token after it.
 
-        source_U: places in `names`. The second value names, for each unit that cannot be had, the
-        shard found damaged; such a unit is filled with end-of-document tokens.
+        source_U: places in `names`. out: memory for so many units, or more, that is used again.
+        The second value names, for each unit that cannot be had, the shard found damaged; such a
+        unit is filled with end-of-document tokens.
         """
-        tokens_UT = np.empty((len(row_U), unit_length + 1), dtype=self.dtype)
-        damaged: dict[int, str] = {}
-        alone: list[tuple[int, str, int]] = []  # unit, source, start: what is read one by one
-        for number in np.unique(source_U):
-            name, units = names[number], np.flatnonzero(source_U == number)
-            start_K, borders = row_U[units] * unit_length, self._borders[name]
-            shard_K = np.searchsorted(borders, start_K, side="right") - 1
-            together_K = start_K + unit_length < borders[shard_K + 1]  # not across a border
-            together_K &= self.files is self.local
-            for shard in np.unique(shard_K[together_K]):
-                at = np.flatnonzero(together_K & (shard_K == shard))
-                entry, begin_K = self._source(name)["shards"][shard], start_K[at] - borders[shard]
-                intact_K = self.local.read_many(entry, begin_K, units[at], tokens_UT)
-                damaged |= dict.fromkeys(units[at[~intact_K]].tolist(), entry["file"])
-            rest = np.flatnonzero(~together_K)
-            alone += zip(
-                units[rest].tolist(), [name] * len(rest), start_K[rest].tolist(), strict=True
-            )
+        from kernels import cpu  # imports torch, which most users of a corpus do without
 
-        def read_alone(item: tuple[int, str, int]) -> None:
-            unit, name, start = item
+        if out is None:
+            out = np.empty((len(row_U), unit_length + 1), self.dtype)
+        tokens_UT = out[: len(row_U)]
+        intact_U = np.zeros(len(row_U), np.bool_)
+        if self.files is self.local and cpu.available():
+            place_U4, files = self._places(names, source_U, row_U, unit_length)
+            intact_U = cpu.read_ranges(place_U4, tokens_UT)
+            del files  # until here they stayed mapped
+        damaged: dict[int, str] = {}
+
+        def read_alone(unit: int) -> None:
+            name, start = names[source_U[unit]], int(row_U[unit]) * unit_length
             try:
                 tokens_UT[unit] = self.read(name, start, unit_length + 1)
             except DamagedShardError as error:
                 damaged[unit] = error.file
 
-        list(self.files.map(read_alone, alone))
+        list(self.files.map(read_alone, np.flatnonzero(~intact_U).tolist()))
         tokens_UT[list(damaged)] = self.eos_id
         return tokens_UT, damaged
+
+    def _places(
+        self,
+        names: Sequence[str],
+        source_U: NDArray[np.int64],
+        row_U: NDArray[np.int64],
+        unit_length: int,
+    ) -> tuple[NDArray[np.int64], list[Any]]:
+        """Where units lie in this machine's memory, for `kernels.cpu.read_ranges` [U, 4], and what
+        has to be kept for so long. Zeros for a unit across two shards, or of a damaged one."""
+        place_U4, files = np.zeros((len(row_U), 4), np.int64), []
+        for number in np.unique(source_U):
+            unit_K = np.flatnonzero(source_U == number)
+            start_K, borders = row_U[unit_K] * unit_length, self._borders[names[number]]
+            shard_K = np.searchsorted(borders, start_K, side="right") - 1
+            shards = self._source(names[number])["shards"]
+            needed, number_K = np.unique(shard_K, return_inverse=True)
+            table = np.zeros((len(needed), 3), np.int64)
+            for row, shard in zip(table, needed, strict=True):
+                with contextlib.suppress(DamagedShardError):
+                    raw, sums = self.local.mapped(shards[shard])
+                    row[:] = raw.ctypes.data, raw.nbytes, sums.ctypes.data
+                    files += [raw, sums]
+            within_K = start_K + unit_length < borders[shard_K + 1]
+            place_U4[unit_K, :3] = table[number_K] * within_K[:, None]
+            place_U4[unit_K, 3] = (start_K - borders[shard_K]) * self.dtype.itemsize
+        return place_U4, files
 
     def shards_of(self, source: str, start: int, count: int) -> list[str]:
         """Names of the shards that hold tokens start .. start + count - 1 of a source's stream."""

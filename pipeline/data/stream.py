@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -21,11 +21,21 @@ from torch import Tensor
 from kernels import cpu
 from model.loss import IGNORED
 from model.packing import document_index
-from pipeline.data.chunks import Chunk, Request, cut_requests, read_chunk
+from pipeline.data.chunks import (
+    Chunk,
+    PlannedChunk,
+    Request,
+    plan_chunk,
+    plan_chunks,
+    read_chunk,
+)
 from pipeline.data.mixture import Mixture
 from pipeline.data.shards import Dataset
 
+Stored = NDArray[np.unsignedinteger]
+
 PREFETCH_BYTES = 256 << 20
+_CHUNKS = 4  # held at a time, one of them in use
 _CHUNK_UNITS = 4096
 
 
@@ -86,12 +96,13 @@ class MixtureStream:
 
         Raises `ValueError` if the sequence length does not divide the unit.
         """
-        [batch] = self.batches(self.read_chunk([(first_unit, num_units, sequence_length)]))
+        planned = plan_chunk(self.mixture, [(first_unit, num_units, sequence_length)])
+        [batch] = self.batches(self.read_chunk(planned))
         return batch
 
-    def read_chunk(self, requests: Sequence[Request]) -> Chunk:
-        """The units of requests as they are stored."""
-        return read_chunk(self.dataset, self.mixture, self.unit_length, requests)
+    def read_chunk(self, planned: PlannedChunk, out: Stored | None = None) -> Chunk:
+        """The units of a chunk as they are stored."""
+        return read_chunk(self.dataset, self.mixture, self.unit_length, planned, out)
 
     def batches(self, chunk: Chunk, *, pin: bool = False) -> Iterator[Batch]:
         """The batches of a chunk's requests, in order."""
@@ -103,17 +114,17 @@ class MixtureStream:
                     f"{self.unit_length} tokens, the longest phase's sequence"
                 )
             units = slice(start, start + num_units)
-            batch = make_batch(
+            inside = range(start, start + num_units)
+            yield make_batch(
                 chunk.tokens_UT[units],
                 chunk.source_U[units],
                 self.dataset.eos_id,
                 sequence_length,
+                first_unit,
+                frozenset(file for unit, file in chunk.damaged.items() if unit in inside),
                 across_documents=self.across_documents,
                 pin=pin,
             )
-            inside = range(start, start + num_units)
-            damaged = frozenset(file for unit, file in chunk.damaged.items() if unit in inside)
-            yield dataclasses.replace(batch, first_unit=first_unit, damaged=damaged)
             start += num_units
 
     def without_shards(self, batch: Batch, shards: frozenset[str]) -> Batch:
@@ -158,33 +169,37 @@ class MixtureStream:
 
             return iterate_with_ray(self, requests, prefetch_bytes, pin)
         assert executor == "mmap"
-        return self._iterate_with_threads(requests, prefetch_bytes, pin)
+        return self._iterate_with_thread(requests, prefetch_bytes, pin)
 
     @property
     def unit_bytes(self) -> int:
         """What a unit takes as it is stored."""
         return (self.unit_length + 1) * self.dataset.dtype.itemsize
 
-    def _iterate_with_threads(
+    def _iterate_with_thread(
         self, requests: Iterable[Request], prefetch_bytes: int, pin: bool
     ) -> Iterator[Batch]:
-        most = min(_CHUNK_UNITS, prefetch_bytes // 4 // self.unit_bytes)
-        chunks = cut_requests(requests, most)
-        waiting: deque[tuple[Future[Chunk], int]] = deque()
-        held = 0
+        """The consumer looks up the plan, the thread copies bytes: each holds the interpreter for
+        so short that the other hardly waits. Chunks are read into memory that has been used before:
+        memory that is new costs more than reading into it."""
+        most = min(_CHUNK_UNITS, prefetch_bytes // _CHUNKS // self.unit_bytes)
+        chunks = plan_chunks(self.mixture, requests, most)
+        waiting: deque[tuple[Future[Chunk], Stored]] = deque()
+        unused: list[Stored | None] = [None] * _CHUNKS
         pool = ThreadPoolExecutor(1, "read-ahead")
         try:
             following = next(chunks, None)
             while following or waiting:
-                while following:
-                    size = sum(count for _, count, _ in following) * self.unit_bytes
-                    if waiting and held + size > prefetch_bytes:
-                        break
-                    waiting.append((pool.submit(self.read_chunk, following), size))
-                    held, following = held + size, next(chunks, None)
-                future, size = waiting.popleft()
+                while following and unused:
+                    memory, units = unused.pop(), len(following.source_U)
+                    if memory is None or len(memory) < units:
+                        shape = (max(most, units), self.unit_length + 1)
+                        memory = np.empty(shape, self.dataset.dtype)
+                    waiting.append((pool.submit(self.read_chunk, following, memory), memory))
+                    following = next(chunks, None)
+                future, memory = waiting.popleft()
                 yield from self.batches(future.result(), pin=pin)
-                held -= size
+                unused.append(memory if len(memory) <= most else None)
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -194,12 +209,14 @@ def make_batch(
     source_U: NDArray[np.int64],
     eos_id: int,
     sequence_length: int,
+    first_unit: int = 0,
+    damaged: frozenset[str] = frozenset(),
     *,
     across_documents: bool = False,
     pin: bool = False,
 ) -> Batch:
     """Cut units [U, T + 1] into rows and label them: a document's last token predicts nothing,
-    or with `across_documents` what follows. Its first unit is called 0."""
+    or with `across_documents` what follows."""
     num_units, length = tokens_UT.shape[0], tokens_UT.shape[1] - 1
     shape = (num_units * length // sequence_length, sequence_length)
     tokens_BT = torch.empty(shape, dtype=torch.int64, pin_memory=pin)
@@ -217,7 +234,7 @@ def make_batch(
     source_B = torch.from_numpy(source_U.astype(np.int64).repeat(length // sequence_length))
     if pin:
         source_B = source_B.pin_memory()
-    return Batch(tokens_BT, labels_BT, seq_idx_BT, source_B, 0, num_units)
+    return Batch(tokens_BT, labels_BT, seq_idx_BT, source_B, first_unit, num_units, damaged)
 
 
 def lay_out_rows(

@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from kernels import cpu
+from pipeline.data.chunks import Chunk, PlannedChunk
 from pipeline.data.mixture import Mixture
 from pipeline.data.shards import Dataset
 from pipeline.data.stream import (
     IGNORED,
     Batch,
     MixtureStream,
+    Stored,
     lay_out_rows,
     validation_rows,
 )
@@ -157,7 +159,9 @@ def test_no_more_bytes_are_held_ahead_than_asked(
 ) -> None:
     read, plain = [], stream.read_chunk
     monkeypatch.setattr(
-        stream, "read_chunk", lambda requests: (read.extend(requests), plain(requests))[1]
+        stream,
+        "read_chunk",
+        lambda planned, out: (read.extend(planned.requests), plain(planned, out))[1],
     )
     requests = ((first, 2, UNIT) for first in range(0, 300, 2))
     batches = stream.iterate(requests, prefetch_bytes=most * stream.unit_bytes)
@@ -170,13 +174,30 @@ def test_no_more_bytes_are_held_ahead_than_asked(
 
 
 def test_an_error_while_reading_ahead_is_raised_where_its_batch_would_come(
-    stream: MixtureStream,
+    stream: MixtureStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests = [(0, 1, UNIT), (10**9, 1, UNIT), (1, 1, UNIT)]
+    plain = stream.read_chunk
+
+    def broken(planned: PlannedChunk, out: Stored) -> Chunk:
+        if planned.requests[0][0] == 1:
+            raise OSError("the store is away")
+        return plain(planned, out)
+
+    monkeypatch.setattr(stream, "read_chunk", broken)
+    requests = [(unit, 1, UNIT) for unit in range(3)]
     batches = stream.iterate(requests, prefetch_bytes=4 * stream.unit_bytes)
     assert next(batches).first_unit == 0
-    with pytest.raises(ValueError, match="outside the plan"):
+    with pytest.raises(OSError, match="the store is away"):
         next(batches)
+
+
+def test_batches_stay_as_they_are_when_what_they_were_read_into_is_used_again(
+    stream: MixtureStream,
+) -> None:
+    requests = [(first, 2, UNIT) for first in range(0, 200, 2)]
+    batches = list(stream.iterate(requests, prefetch_bytes=8 * stream.unit_bytes))
+    for batch, request in zip(batches, requests, strict=True):
+        assert equal(batch, stream.read(*request))
 
 
 def test_closing_an_iterator_ends_its_thread(stream: MixtureStream) -> None:
