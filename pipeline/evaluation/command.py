@@ -40,6 +40,8 @@ def evaluate_run(
     go_offline(config.evals)
     results: dict[str, Any] = {}
     for found in _chosen(config, run):
+        if config.step == ALL:
+            say(f"step {found.step}:")
         results = evaluate_checkpoint(config, run, found, dataset_path, mlflow_run_id)
     return results
 

@@ -171,7 +171,8 @@ def _domains(
 
 
 def _loss_of_text(subject: Subject, dataset: Dataset, source: str) -> DomainLoss:
-    texts = [document["text"] for document in dataset.holdout_documents(source)]
+    documents = dataset.holdout_documents(source)
+    texts = [document["text"] for document in documents if not document["reserved"]]
     return document_loss(
         subject.lm,
         [[*subject.tokenizer.encode(text, False), subject.eos_id] for text in texts],

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,12 @@ def _fetched(uri: str, place: Path) -> Path:
         if isinstance(system, fs.LocalFileSystem):
             return Path(path)
         target = place / f"{hashlib.sha256(uri.encode()).hexdigest()[:16]}" / Path(path).name
-        if not (target / MANIFEST).is_file():
-            target.mkdir(parents=True, exist_ok=True)
-            fs.copy_files(path, str(target), source_filesystem=system)
+        if not target.is_dir():
+            partial = target.with_name(f".partial-{target.name}")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            fs.copy_files(path, str(partial), source_filesystem=system)
+            partial.rename(target)
         return target
     except (OSError, ValueError) as error:
         raise ConfigError(f"run={uri}: cannot be read ({error})") from error
@@ -191,8 +195,13 @@ def fix_input_scales(config: Config, model: Any, precision: Precision, dataset: 
 
 def of_folder(config: Config, folder: Path) -> Measured:
     """A Hugging Face folder's model, ours where it is a `nemotron_h`, else transformers'."""
-    from transformers import AutoTokenizer
-
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"run={folder}: to read a Hugging Face folder, transformers has to be there: "
+            "pip install 'transformers>=5.24,<6', or with this package's extra: .[hf]"
+        ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:

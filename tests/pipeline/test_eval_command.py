@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,19 @@ def test_a_mistake_gets_one_message_and_exit_code_2(
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def test_what_reading_a_folder_needs_is_named_where_it_is_missing(
+    trained: tuple[Config, RunFolder],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, run = trained
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert command(run, "eval", f"run={tmp_path}") == 2
+    assert "pip install 'transformers" in capsys.readouterr().err
 
 
 def test_watching_evaluates_each_new_checkpoint_until_training_has_ended(
