@@ -198,7 +198,7 @@ class HarnessModel(TemplateLM):
         if len(continuation) > self.max_length:
             raise ValueError(
                 f"a continuation of {len(continuation)} tokens exceeds the {self.max_length} that "
-                "the model is evaluated at; drop the task or evaluate at a longer sequence"
+                "the model is evaluated at; drop the task, or evaluate at more (evals.max_length)"
             )
         surplus = len(context) + len(continuation) - 1 - self.max_length
         return context[max(surplus, 0) :], continuation

@@ -392,7 +392,8 @@ def _work(config: Config, found: RunFolder, stages: tuple[str, ...], *, again: b
             status = "finished"
         except (KeyboardInterrupt, SystemExit):  # Ray's own handler of an interrupt exits
             status = "interrupted"
-            how = "the same command" if config.name else f"the same command and resume={found.id}"
+            alone = again or config.name  # nothing to add that says which run is meant
+            how = "the same command" + ("" if alone else f" and resume={found.id}")
             print(f"\ninterrupted; go on with {how}")
             raise KeyboardInterrupt from None
         except PermanentError as error:

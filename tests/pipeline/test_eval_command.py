@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from pyarrow import fs
 
 from evals.lm import Hybrid
 from evals.scoring import plan_batches, score_groups
-from pipeline.config import Config
+from pipeline.config import Config, ConfigError
 from pipeline.data.shards import Dataset
 from pipeline.evaluation import command as evaluation
 from pipeline.evaluation import targets
@@ -198,6 +199,28 @@ def test_what_reading_a_folder_needs_is_named_where_it_is_missing(
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert command(run, "eval", f"run={tmp_path}") == 2
     assert "pip install 'transformers" in capsys.readouterr().err
+
+
+def test_a_copy_from_a_store_that_broke_off_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = "s3://bucket/step-00000004?region=us-east-1"
+    names = (checkpoint.MANIFEST, checkpoint.STATE, "model.safetensors")
+    arrives: tuple[str, ...] = names[:1]
+
+    def copy(source: str, target: str, **settings: Any) -> None:
+        for name in arrives:
+            (Path(target) / name).write_text(source)
+        if arrives != names:
+            raise OSError("the store is away")
+
+    monkeypatch.setattr(fs, "copy_files", copy)
+    with pytest.raises(ConfigError, match="the store is away"):
+        targets._fetched(uri, tmp_path)
+    arrives = names
+    found = targets._fetched(uri, tmp_path)
+    assert found.name == "step-00000004"
+    assert {path.name for path in found.iterdir()} == set(names)
 
 
 def test_watching_evaluates_each_new_checkpoint_until_training_has_ended(
