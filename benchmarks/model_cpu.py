@@ -6,9 +6,11 @@ two in one process, the best round each (other load on the machine only slows). 
 each, the peak resident size of three steps less the size after the model is built. `--compile`
 adds ours under `train.compile=true`, whose first step takes minutes. `--floor` adds what no code
 around them can take away: the step's products with weights, alone, each at its best of rounds.
+`--profile` adds the shares of our step's time, by torch's profiler: of products with weights, of
+attention's kernels, and of our functions with hand-written gradients, forward and backward.
 
     python benchmarks/model_cpu.py [--json] [--shape wide|deep] [--threads N] [--rounds 5]
-                                   [--compile] [--floor]
+                                   [--compile] [--floor] [--profile]
 """
 
 from __future__ import annotations
@@ -137,6 +139,25 @@ def products_seconds(config: ModelConfig, tokens: int, rounds: int) -> tuple[flo
     return seconds, operations
 
 
+def profile(config: ModelConfig, batch: int, tokens: int) -> dict[str, float]:
+    """Shares of one step's time, the largest first: those of a function are with what it calls."""
+    step = build_step("ours", config, batch, tokens)
+    step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step()
+    events = profiler.key_averages()
+    total = sum(event.self_cpu_time_total for event in events)
+    shares: Counter[str] = Counter()
+    for event in events:
+        if own := re.fullmatch(r"_([A-Z]\w+?)(Backward)?", event.key):
+            shares[own[1]] += event.cpu_time_total / total
+        elif event.key == "aten::mm":
+            shares["products with weights"] += event.self_cpu_time_total / total
+        elif "scaled_dot_product" in event.key and "_for_cpu" in event.key:
+            shares["attention"] += event.self_cpu_time_total / total
+    return {name: round(share, 3) for name, share in shares.most_common()}
+
+
 def peak_memory(name: str, config: ModelConfig, batch: int, tokens: int) -> float:
     """MiB that three steps add to this process's peak resident size."""
     step = build_step(name, config, batch, tokens)
@@ -164,6 +185,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--floor", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--memory-of", choices=NAMES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -206,6 +228,8 @@ def main() -> None:
             "gflop_per_second": round(operations / alone / 1e9),
             "ratio_if_nothing_else_took_time": round(seconds["transformers"] / alone, 2),
         }
+    if arguments.profile:
+        result["shares"] = profile(config, arguments.batch, arguments.tokens)
     if arguments.json:
         print(json.dumps(result))
         return
@@ -216,6 +240,8 @@ def main() -> None:
     print(ratios)
     if arguments.floor:
         print(result["products"])
+    if arguments.profile:
+        print(result["shares"])
 
 
 if __name__ == "__main__":
