@@ -110,10 +110,10 @@ def draw_fidelity_curve(tables: Tables, study: StudyConfig) -> Figure | None:
         tokens = [row["tokens"] / 1e6 for row in own]
         percents = [100 * row["relative_error"] for row in own]
         axes.plot(tokens, percents, "o-", color=color, label=recipe, linewidth=1.3)
-    axes.set_yscale("log")
+    axes.set_ylim(0, 1.2 * axes.get_ylim()[1])  # room for the legend
     axes.set_xlabel(f"tokens trained in {study.baseline} (millions)")
     axes.set_ylabel("error of the gradient (%)")
-    axes.legend(loc="best", fontsize=8.5)
+    axes.legend(loc="upper center", ncols=len(FORMATS), fontsize=8.5)
     return figure
 
 
