@@ -252,6 +252,7 @@ class StudyConfig:
     window: float = 0.1  # last share of training steps whose mean loss is a run's loss
     effect: float = 0.01  # the relative difference that the study is to see
     parallel: int = 1  # runs at a time
+    reuse: tuple[str, ...] = ()  # folders of tables: what finished elsewhere is not run again
     tables: str | None = None  # report from this folder of tables alone, and run nothing
 
     @property
@@ -428,8 +429,8 @@ class Config:
         """Plain JSON types, the inverse of `from_dict`."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
-    def fingerprint(self) -> str:
-        """Hash of what decides the trained weights and their data: two runs alike share it."""
+    def decisive(self) -> dict[str, Any]:
+        """What decides the trained weights and their data, as `to_dict` has it."""
         decisive = {
             name: section
             for name, section in self.to_dict().items()
@@ -442,4 +443,8 @@ class Config:
             decisive["data"].pop(name)
         for name in ("skip", "block"):
             decisive["data"].pop(name)
-        return digest(decisive)
+        return decisive
+
+    def fingerprint(self) -> str:
+        """Hash of what is decisive: two runs alike share it."""
+        return digest(self.decisive())

@@ -35,13 +35,17 @@ PAPER_TOKENS_TO_MATCH = 0.36  # arXiv 2509.25149, section 5: MXFP4 needs 36% mor
 
 @dataclass(frozen=True)
 class Switch:
-    """A late switch of precision. gaps: just before it, at the end, and at the end without it."""
+    """A late switch of precision. gaps: just before it, at the end, and at the end without it.
+
+    over_half: the gap at the end less half of the one without the switch, paired by seed.
+    """
 
     arm: str
     share: float  # of all GEMM FLOPs that ran in BF16
     before: float
     after: Estimate
     unswitched: Estimate
+    over_half: Estimate
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ def find(tables: Tables, study: StudyConfig) -> Findings:
     }
     ablations = _ablations(tables, study, others, main)
     trends = {arm: _trend(tables, by_pair, arm) for arm in others}
-    switches = tuple(_switches(tables, study, gaps, main))
+    switches = tuple(_switches(tables, study, by_pair, gaps, main))
     matching = _matching(tables, study, losses, main)
     verdicts = _verdicts(gaps, ablations, switches, main) + _fidelity_verdicts(tables)
     return Findings(
@@ -140,23 +144,49 @@ def _trend(
 
 
 def _switches(
-    tables: Tables, study: StudyConfig, gaps: dict[tuple[str, str], Estimate], size: str
+    tables: Tables,
+    study: StudyConfig,
+    by_pair: dict[tuple[str, str], dict[int, float]],
+    gaps: dict[tuple[str, str], Estimate],
+    size: str,
 ) -> list[Switch]:
-    found = []
+    trunks = {arm: study.arms[arm].trunk or "" for arm in LATE if (arm, size) in by_pair}
+    over_half = {
+        arm: [gap - by_pair[trunk, size][seed] / 2 for seed, gap in by_pair[arm, size].items()]
+        for arm, trunk in trunks.items()
+    }
+    noise = Noise.pooled(list(over_half.values()))
     rows = {(row.arm, row.size, row.seed): row for row in tables.rows}
-    for arm, of_step in LATE.items():
-        row = next((row for row in tables.rows if (row.arm, row.size) == (arm, size)), None)
-        trunk = study.arms[arm].trunk if arm in study.arms else None
-        if row is None or trunk is None or (arm, size) not in gaps:
-            continue
-        parent, base = rows[trunk, size, row.seed], rows[study.baseline, size, row.seed]
-        curve = gap_curve(tables, parent, base)
-        fork = float(row.fork_tokens or 0)
-        window = (curve.tokens <= fork) & (curve.tokens > fork - study.window * row.tokens)
-        before = float(curve.values[window].mean()) if window.any() else math.nan
-        share = of_step * (1 - fork / row.tokens)
-        found.append(Switch(arm, share, before, gaps[arm, size], gaps[trunk, size]))
+    found = []
+    for arm, trunk in trunks.items():
+        forked = [rows[arm, size, seed] for seed in by_pair[arm, size]]
+        before = [
+            _gap_before(
+                tables, row, rows[trunk, size, row.seed],
+                rows[study.baseline, size, row.seed], study.window,
+            )
+            for row in forked
+        ]  # fmt: skip
+        after_fork = 1 - (forked[0].fork_tokens or 0) / forked[0].tokens
+        found.append(
+            Switch(
+                arm=arm,
+                share=LATE[arm] * after_fork,
+                before=float(np.mean(before)),
+                after=gaps[arm, size],
+                unswitched=gaps[trunk, size],
+                over_half=noise.estimate(over_half[arm]),
+            )
+        )
     return found
+
+
+def _gap_before(tables: Tables, forked: Row, trunk: Row, base: Row, window: float) -> float:
+    """The trunk's mean gap over the last `window` of the run's tokens before the fork."""
+    curve = gap_curve(tables, trunk, base)
+    fork = forked.fork_tokens or 0
+    shown = (curve.tokens <= fork) & (curve.tokens > fork - window * forked.tokens)
+    return float(curve.values[shown].mean()) if shown.any() else math.nan
 
 
 def _matching(
@@ -198,12 +228,12 @@ def _verdicts(
             found.append(_above(ablations[arm], f"{arm} is worse than the paper's recipe"))
     for switch in switches:
         claim = f"{switch.arm} at least halves the gap"
-        half = switch.unswitched.mean / 2
-        evidence = f"{switch.unswitched.percent()} without it, {switch.after.percent()} with it"
-        holds: bool | None = switch.after.mean <= half
-        if switch.unswitched.differs is not True or switch.after.low <= half <= switch.after.high:
-            holds = None
-        found.append(Verdict(claim, holds, evidence))
+        evidence = (
+            f"{switch.unswitched.percent()} without it, {switch.after.percent()} with it; with it "
+            f"less half of without, paired: {switch.over_half.percent()}"
+        )
+        told = switch.unswitched.differs and switch.over_half.differs
+        found.append(Verdict(claim, switch.over_half.mean < 0 if told else None, evidence))
     return found
 
 

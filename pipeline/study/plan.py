@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.config import ArmConfig, Config, ConfigError, StudyConfig, from_dict
+from pipeline.config import ArmConfig, Config, ConfigError, StudyConfig, digest, from_dict
 from pipeline.train.schedule import Schedule
 
 Compose = Callable[[list[str]], dict[str, Any]]  # Hydra's overrides to a whole configuration
@@ -22,6 +22,7 @@ Compose = Callable[[list[str]], dict[str, Any]]  # Hydra's overrides to a whole 
 class StudyRun:
     """One run of a study: arm, size and seed, with all that `pipeline run` is told.
 
+    configuration: fingerprint of what decides its weights, wherever its files lie.
     fork: the step at which it leaves its trunk's run; None for one with weights of its own.
     """
 
@@ -31,6 +32,7 @@ class StudyRun:
     name: str
     overrides: tuple[str, ...]
     config: Config
+    configuration: str
     trunk: str | None = None
     fork: int | None = None
 
@@ -91,9 +93,20 @@ def _run(
         name=run,
         overrides=(*overrides, f"name={run}"),
         config=dataclasses.replace(config, name=run),
+        configuration=_configuration(config, trunk, fork),
         trunk=trunk.name if trunk else None,
         fork=fork,
     )
+
+
+def _configuration(config: Config, trunk: StudyRun | None, fork: int | None) -> str:
+    """A fingerprint without places, so that the same run on another machine has the same."""
+    decisive = config.decisive()
+    for source in decisive["data"]["sources"].values():
+        source.pop("uris")
+    if trunk:
+        decisive["train"]["fork_from"] = f"{trunk.configuration}@{fork}"
+    return digest(decisive)[:16]
 
 
 def _fork_step(config: Config, start: str) -> int:

@@ -11,7 +11,7 @@ import yaml
 from pipeline.config import Config, ConfigError, StudyConfig
 from pipeline.runs import RunFolder, root_folder, write_whole
 from pipeline.stages import tracker_safely
-from pipeline.study import tables
+from pipeline.study import reuse, tables
 from pipeline.study.fidelity import measure_fidelity
 from pipeline.study.memory import saved_bytes_per_token
 from pipeline.study.plan import Compose, StudyRun, plan_study
@@ -42,27 +42,41 @@ def run_study(config: Config, compose: Compose, user: list[str]) -> None:
     root = root_folder(config)
     folder = root / "studies" / study.name
     runs = plan_study(study, compose, user)
+    known = reuse.known(study, runs)
+    todo = _to_run(runs, known, root)
+    if study.reuse:
+        reuse.check_data(known, runs, todo)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "config.yaml", yaml.safe_dump(config.to_dict(), sort_keys=False))
     tracker = Tracker(config, root, RunFolder(folder))
     tracker.start()
     status = "FAILED"
     try:
-        run_all(_below(runs, tracker), root, folder / "logs", study.parallel)
+        run_all(_below(todo, tracker), root, folder / "logs", study.parallel)
         status = "FINISHED"
     finally:
         finished = [run for run in runs if is_finished(root, run)]
-        if finished:
-            gathered = _with_memory(tables.collect(finished, root), finished)
-            errors = []
-            if status == "FINISHED":  # it takes minutes, which whoever interrupts does not wait for
+        gathered = _with_memory(tables.collect(finished, root), finished)
+        gathered = reuse.merged(gathered, known)
+        if gathered.rows:
+            # It takes minutes, which whoever interrupts does not wait for.
+            if status == "FINISHED" and not gathered.fidelity:
                 log = folder / "logs" / "fidelity.log"
                 errors = measure_fidelity(finished, study, root, log)
-            tables.write(dataclasses.replace(gathered, fidelity=tuple(errors)), folder)
+                gathered = dataclasses.replace(gathered, fidelity=tuple(errors))
+            tables.write(gathered, folder)
             _report_of(folder, study)
             written = [folder / name for name in ("report.html", "figures", *tables.FILES)]
             tracker_safely(lambda: tracker.log_files(*written))
         tracker_safely(lambda: tracker.finish(status))
+
+
+def _to_run(runs: Sequence[StudyRun], known: tables.Tables, root: Path) -> list[StudyRun]:
+    """Runs that are not known; and trunks, known or not, of forks that have still to leave them."""
+    have = {(row.arm, row.size, row.seed) for row in known.rows}
+    todo = [run for run in runs if (run.arm, run.size, run.seed) not in have]
+    trunks = {run.trunk for run in todo if not is_finished(root, run)}
+    return [run for run in runs if run in todo or run.name in trunks]
 
 
 def _below(runs: Sequence[StudyRun], tracker: Tracker) -> list[StudyRun]:

@@ -1,7 +1,8 @@
 """What a study's runs left, as small CSV files beside each other: the report reads nothing else.
 
-runs.csv    a row per run: arm, size, seed, parameters, tokens, where it was forked, seconds, bytes
-            of its checkpoint, held-out bits per byte by domain, accuracies by task
+runs.csv    a row per run: arm, size, seed, fingerprints of its configuration and data, parameters,
+            tokens, where it was forked, seconds, bytes of its checkpoint, held-out bits per byte by
+            domain, accuracies by task
 curves.csv  a row per run and bin of steps: mean training loss; and per validation: held-out loss
 health.csv  a row per run, operand of a linear and statistic: its mean over time, and its last value
 fidelity.csv  a row per checkpoint of the baseline, recipe, kind of linear and GEMM: relative error
@@ -10,6 +11,7 @@ fidelity.csv  a row per checkpoint of the baseline, recipe, kind of linear and G
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +21,9 @@ from typing import Any
 import numpy as np
 
 from pipeline.curves import Curve, read_curves
+from pipeline.data.shards import read_manifest
 from pipeline.runs import RunFolder, write_whole
+from pipeline.stages import dataset_folder
 from pipeline.study.plan import StudyRun
 from pipeline.train import checkpoint
 from pipeline.train.schedule import Schedule
@@ -31,12 +35,17 @@ FILES = ("runs.csv", "curves.csv", "health.csv", "fidelity.csv")
 
 @dataclass(frozen=True)
 class Row:
-    """A run as the report knows it. `figures`: everything measured at its end, by name."""
+    """A run as the report knows it. `figures`: everything measured at its end, by name.
+
+    configuration: `StudyRun.configuration`. data: the prepared corpus's content hash.
+    """
 
     run: str
     arm: str
     size: str
     seed: int
+    configuration: str
+    data: str
     parameters: int
     tokens: int
     fork_tokens: int | None
@@ -55,7 +64,7 @@ class Tables:
 
 def collect(runs: Sequence[StudyRun], root: Path) -> Tables:
     """Read what finished runs left in their folders."""
-    rows, curves, health = [], {}, list[dict[str, Any]]()
+    rows, curves, health = list[Row](), dict[str, dict[str, Curve]](), list[dict[str, Any]]()
     for run in runs:
         folder = RunFolder(root / run.name)
         results = json.loads(folder.results.read_text())
@@ -67,9 +76,12 @@ def collect(runs: Sequence[StudyRun], root: Path) -> Tables:
         size = sum(file.stat().st_size for file in found.path.rglob("*") if file.is_file())
         figures = _figures(results) | {"checkpoint_bytes": float(size)}
         tokens = schedule.num_steps * schedule.tokens_per_step
-        rows.append(
-            Row(run.name, run.arm, run.size, run.seed, results["parameters"], tokens, fork, figures)
-        )
+        data = read_manifest(dataset_folder(run.config, folder))["content_hash"]
+        row = Row(
+            run.name, run.arm, run.size, run.seed, run.configuration, data,
+            results["parameters"], tokens, fork, figures,
+        )  # fmt: skip
+        rows.append(row)
         named = {name: read[name] for name in read if name in (TRAIN, VALIDATION)}
         edges = np.linspace(0, tokens, BINS + 1)
         curves[run.name] = named | {TRAIN: binned(read[TRAIN], edges)}
@@ -144,6 +156,8 @@ def read(folder: Path) -> Tables:
             arm=each["arm"],
             size=each["size"],
             seed=int(each["seed"]),
+            configuration=each["configuration"],
+            data=each["data"],
             parameters=int(each["parameters"]),
             tokens=int(each["tokens"]),
             fork_tokens=int(each["fork_tokens"]) if each["fork_tokens"] else None,
@@ -176,8 +190,6 @@ def read(folder: Path) -> Tables:
 
 
 def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    import io
-
     text = io.StringIO()
     if rows:
         writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")

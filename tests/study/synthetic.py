@@ -21,7 +21,7 @@ def study(**changes: object) -> StudyConfig:
         "nvfp4_paper": ArmConfig(num_seeds=3, sizes=("main", "wide")),
         "mxfp4": ArmConfig(num_seeds=3, sizes=("main", "longer", "wide")),
         "no_rht": ArmConfig(),
-        "late_bf16": ArmConfig(trunk="nvfp4_paper", fork_at="82%"),
+        "late_bf16": ArmConfig(num_seeds=3, trunk="nvfp4_paper", fork_at="82%"),
     }
     settings = {"name": "known", "arms": arms, "sizes": {name: () for name in SIZES}}
     return StudyConfig(**{**settings, **changes})  # type: ignore[arg-type]
@@ -82,4 +82,5 @@ def _run(
     figures = {"bits_per_byte/code": 1.5, "accuracy/continuation": 0.4, "checkpoint_bytes": 2e6}
     forked = int(fork) if arm == "late_bf16" else None
     name = f"known-{size}-{arm}-s{seed}"
-    return Row(name, arm, size, seed, parameters, end, forked, figures), Curve(tokens, loss)
+    row = Row(name, arm, size, seed, "configured", "data", parameters, end, forked, figures)
+    return row, Curve(tokens, loss)
