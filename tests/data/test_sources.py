@@ -48,6 +48,13 @@ def test_each_text_file_is_a_document_and_what_is_none_is_said(tmp_path: Path) -
     assert len({id_ for id_, _ in items}) == len(raws)
 
 
+def test_a_byte_order_mark_costs_no_record(tmp_path: Path) -> None:
+    lines = '\ufeff{"text": "one"}\n{"text": "\ufefftwo"}\n'
+    source = files(write_texts(tmp_path, [lines], ending=".jsonl"), format="jsonl")
+    assert [item.text for _, item in read(source)] == ["one", "\ufefftwo"]
+    sources.check_sources(configuration({"text": source}))
+
+
 def test_folders_globs_and_files_are_found_at_any_depth_once(tmp_path: Path) -> None:
     write_texts(tmp_path / "a" / "b", ["1", "2"])
     write_texts(tmp_path / "a", ["3"])

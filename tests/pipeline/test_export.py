@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,17 @@ def test_an_older_checkpoint_is_exported_by_its_step(trained: tuple[Config, RunF
     assert torch.equal(read_tensors(folder)["lm_head.weight"], found["head.weight"])
     with pytest.raises(ConfigError, match="no checkpoint of step 3"):
         export(dataclasses.replace(config, step=3), run, quiet)
+
+
+def test_a_run_that_has_no_checkpoint_yet_is_refused_with_the_way_out(
+    trained: tuple[Config, RunFolder], tmp_path: Path
+) -> None:
+    config, run = trained
+    young = RunFolder(tmp_path / "young")
+    shutil.copytree(run.path, young.path, ignore=shutil.ignore_patterns("state.json"))
+    with pytest.raises(ConfigError, match=r"no complete checkpoint; .*pipeline run resume=young"):
+        export(with_export(config, "hf"), young, quiet)
+    assert not young.exports.exists()
 
 
 def test_a_failure_leaves_the_former_export_and_nothing_half_written(

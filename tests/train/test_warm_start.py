@@ -192,6 +192,16 @@ def test_a_source_that_is_not_there_is_refused_by_name(
         find_source(warm(run, wanted))
 
 
+def test_a_run_that_has_no_checkpoint_yet_is_refused(
+    source: tuple[Config, RunFolder], tmp_path: Path
+) -> None:
+    _, run = source
+    young = RunFolder(tmp_path / "young")  # a checkpoint that is being written has no state yet
+    shutil.copytree(run.path, young.path, ignore=shutil.ignore_patterns("state.json"))
+    with pytest.raises(ConfigError, match="run young has no complete checkpoint"):
+        find_source(warm(young, "young"))
+
+
 def test_a_fork_and_a_warm_start_exclude_each_other(source: tuple[Config, RunFolder]) -> None:
     _, run = source
     config = warm(run, run.id, fork_from=f"{run.id}@{STEPS}")
