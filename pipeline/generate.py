@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -20,27 +21,40 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
-    """Prints tokens as text as soon as their bytes are whole characters."""
+    """Prints tokens as text as soon as their bytes are whole characters.
 
-    def __init__(self, tokenizer: Tokenizer, out: TextIO) -> None:
+    Tokens are decoded behind those before them, the prompt's to begin with: some tokenizers strip
+    the space off the first of a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, out: TextIO, prompt: Sequence[int] = ()) -> None:
         self._tokenizer, self._out = tokenizer, out
+        self._shown = [*prompt]  # the tokens last shown
         self._pending: list[int] = []
 
     def put(self, token: int) -> None:
         """One more token."""
         self._pending.append(token)
-        text = self._tokenizer.decode(self._pending, skip_special_tokens=True)
+        text = self._new_text()
         if not text.endswith(INCOMPLETE):
             self._write(text)
 
     def end(self) -> None:
         """Print what is left, a character cut off in the middle too."""
-        self._write(self._tokenizer.decode(self._pending, skip_special_tokens=True))
+        self._write(self._new_text())
+
+    def _new_text(self) -> str:
+        before, whole = self._decoded(self._shown), self._decoded(self._shown + self._pending)
+        return whole[len(before) :]
+
+    def _decoded(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _write(self, text: str) -> None:
         self._out.write(text)
         self._out.flush()
-        self._pending = []
+        if text:
+            self._shown, self._pending = self._pending, []
 
 
 def generate(config: Config, run: RunFolder, out: TextIO | None = None) -> None:
@@ -59,7 +73,7 @@ def generate(config: Config, run: RunFolder, out: TextIO | None = None) -> None:
     first = [] if dataset.bos_id is None else [dataset.bos_id]  # as documents began in training
     for number, prompt in enumerate(prompts):
         ids = [*first, *tokenizer.encode(prompt, add_special_tokens=False).ids]
-        stream = TextStream(tokenizer, out)
+        stream = TextStream(tokenizer, out, ids)
         out.write(prompt)
         out.flush()
 

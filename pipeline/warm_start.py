@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from model import HybridModel, ModelConfig
 from model.hf import from_nemotron_h
 from pipeline.config import Config, ConfigError
 from pipeline.data.shards import Dataset
+from pipeline.data.tokenizer import TEKKEN, load_tokenizer
 from pipeline.hf_folder import CONFIG, TOKENIZER, read_json, read_model_config, read_tensors
 from pipeline.runs import RunFolder, find_run, root_folder, write_whole
 from pipeline.train import checkpoint
@@ -84,13 +84,17 @@ def load_weights(source: WarmStart, model: HybridModel, dataset: Dataset) -> Non
     Raises `ConfigError` where its tokenizer is another, so that token ids mean other texts, or a
     tensor is missing, surplus or of another shape.
     """
+    rows = sharded_rows(model)
     try:
         if source.kind == "huggingface":
-            tensors = _from_folder(Path(source.path), model.config, dataset)
+            _require_tokenizer(Path(source.path), dataset)
+            tensors = _from_folder(Path(source.path), model.config)
+            for name, parameter in model.named_parameters():
+                if name in rows and name in tensors and tensors[name].shape == parameter.shape:
+                    tensors[name] = tensors[name][rows[name]]
         else:
-            tensors = _from_checkpoint(Path(source.path), dataset)
-        rows = sharded_rows(model)
-        load_model_tensors(model, {n: t[rows[n]] if n in rows else t for n, t in tensors.items()})
+            tensors = _from_checkpoint(Path(source.path), dataset, rows)
+        load_model_tensors(model, tensors)
     except (CheckpointError, ValueError) as error:
         raise ConfigError(f"train.init_from={source.wanted}: {error}") from error
 
@@ -101,8 +105,12 @@ def _resolve(config: Config, wanted: str) -> tuple[WarmStart, ModelConfig]:
         return _checkpoint(wanted, folder.resolve())
     if (folder / CONFIG).is_file():
         return WarmStart(wanted, "huggingface", str(folder.resolve())), _shape_of_folder(folder)
-    if folder.is_dir() and folder.parent.resolve() != root_folder(config):
+    if folder.is_dir() and folder.parent.resolve() == root_folder(config):
+        wanted = folder.name  # a run, by its folder
+    elif folder.is_dir():
         raise ConfigError(f"holds neither {checkpoint.STATE} nor {CONFIG}: no checkpoint, no model")
+    elif "/" in wanted:
+        raise ConfigError("no such folder; a run is given by its id: <run> or <run>@<step>")
     name, at, step = wanted.rpartition("@")
     run = find_run(root_folder(config), name if at else wanted)
     if at and not step.isdigit():
@@ -122,7 +130,8 @@ def _checkpoint(wanted: str, path: Path) -> tuple[WarmStart, ModelConfig]:
     if problems:
         raise ConfigError("; ".join(problems))
     state = json.loads((path / checkpoint.STATE).read_text())
-    source = WarmStart(wanted, "checkpoint", str(path), state["step"], path.parents[1].name)
+    run = path.parent.parent.name if path.parent.name == "checkpoints" else None  # else a copy
+    source = WarmStart(wanted, "checkpoint", str(path), state["step"], run)
     return source, ModelConfig.from_dict(state["config"]["model"])
 
 
@@ -132,6 +141,12 @@ def _shape_of_folder(folder: Path) -> ModelConfig:
             f"{folder / CONFIG}: quantization_config: packed weights are for serving; start from "
             "the run they were exported from, or from its export with format=hf"
         )
+    if not any((folder / name).is_file() for name in (TOKENIZER, TEKKEN)):
+        raise ConfigError(
+            f"{folder} has no {TOKENIZER}, so nobody can tell what its token ids mean; put that of "
+            "its weights there"
+        )
+    load_tokenizer(folder)
     return read_model_config(folder)
 
 
@@ -148,27 +163,29 @@ def _require_same(theirs: ModelConfig, ours: ModelConfig) -> None:
         )
 
 
-def _from_checkpoint(path: Path, dataset: Dataset) -> Mapping[str, Tensor]:
-    found = checkpoint.at_step(path.parent, int(path.name.removeprefix("step-")))
+def _from_checkpoint(path: Path, dataset: Dataset, rows: Mapping[str, slice]) -> dict[str, Tensor]:
+    found = checkpoint.at_path(path)
     if found.state["identity"]["tokenizer"] != dataset.manifest["tokenizer"]["sha256"]:
         raise ConfigError(
             "the corpus has another tokenizer than the weights, so its token ids mean other texts; "
             "name theirs with data.tokenizer.path"
         )
-    return found.tensors("model")
+    return found.tensors("model", rows)
 
 
-def _from_folder(folder: Path, shape: ModelConfig, dataset: Dataset) -> Mapping[str, Tensor]:
-    if (folder / TOKENIZER).is_file():
-        theirs, ours = (
-            Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
-            for path in (folder / TOKENIZER, dataset.tokenizer_path)
+def _require_tokenizer(folder: Path, dataset: Dataset) -> None:
+    theirs, ours = (
+        load_tokenizer(path).get_vocab(with_added_tokens=True)
+        for path in (folder, dataset.tokenizer_path)
+    )
+    if theirs != ours:
+        raise ConfigError(
+            "the corpus has another tokenizer than the weights, so its token ids mean other texts; "
+            f"name theirs with data.tokenizer.path={folder}"
         )
-        if theirs != ours:
-            raise ConfigError(
-                "the corpus has another tokenizer than the weights, so its token ids mean other "
-                f"texts; name theirs with data.tokenizer.path={folder / TOKENIZER}"
-            )
+
+
+def _from_folder(folder: Path, shape: ModelConfig) -> dict[str, Tensor]:
     tensors = from_nemotron_h(read_tensors(folder), shape)
     if shape.tie_embeddings and not torch.equal(
         tensors["embedding.weight"], tensors.pop("head.weight")

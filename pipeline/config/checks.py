@@ -115,7 +115,9 @@ def _check_study(study: StudyConfig) -> None:
         trunk = study.arms[arm.trunk]
         if trunk.trunk:
             raise ConfigError(f"{path}.trunk={arm.trunk}: that arm is a fork itself")
-        if arm.num_seeds > trunk.num_seeds or not set(arm.sizes) <= set(trunk.sizes):
+        main = (next(iter(study.sizes)),)
+        sizes, trunk_sizes = set(arm.sizes or main), set(trunk.sizes or main)
+        if arm.num_seeds > trunk.num_seeds or not sizes <= trunk_sizes:
             raise ConfigError(f"{path}: it has sizes or seeds that its trunk {arm.trunk} has not")
 
 

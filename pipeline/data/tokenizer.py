@@ -21,6 +21,7 @@ from pipeline.config import ConfigError, TokenizerConfig
 from pipeline.data import tekken
 
 TOKENIZER_FILE = "tokenizer.json"
+TEKKEN = "tekken.json"
 MIN_VOCAB_SIZE = 257  # every byte, and the end of a document
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -68,7 +69,7 @@ def tokenizer_json(name: Path | str) -> str:
     if str(name) == tekken.NAME and not path.exists():
         path = tekken.installed_tekken()
     if path.is_dir():
-        found = [path / file for file in (TOKENIZER_FILE, "tekken.json") if (path / file).is_file()]
+        found = [path / file for file in (TOKENIZER_FILE, TEKKEN) if (path / file).is_file()]
         if not found:
             raise ConfigError(f"{_KEY}: no {TOKENIZER_FILE} in {path}")
         path = found[0]

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -43,7 +44,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
             shutil.rmtree(target)
         beside.rename(target)
         _sync(target.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ConfigError(f"folder={target}: cannot be written ({error})") from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)

@@ -35,13 +35,18 @@ COMPRESSED_TENSORS, MODELOPT = "nvfp4-compressed-tensors", "nvfp4-modelopt"
 class PackedLinear:
     """One linear of the public layout, codes [N, K/2] and scales [N, K/16] in `weight`.
 
-    encode: FP32 scalar, what the weight was multiplied by (2688 / amax).
+    amax: FP32 scalar, of the weight that was quantized, as training saw it.
     input_amax: FP32 scalar, the largest input that calibration met.
     """
 
     weight: QuantizedTensor
-    encode: Tensor
+    amax: Tensor
     input_amax: Tensor
+
+    @property
+    def encode(self) -> Tensor:
+        """FP32 scalar, what the weight was multiplied by (2688 / amax)."""
+        return nvfp4_global_scales(self.amax).encode
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ def pack_linears(
         rows = _cut(whole, parts[0])
         if len(parts) > 1:
             dt = precision.layers[parts[1].linear].weight.detach()
-            rows, report = _with_dt_rows(theirs, rows, dt, amax_of(first.weight))
+            rows, report = _with_dt_rows(theirs, rows, dt)
             dt_rows.append(report)
         packed[theirs] = rows
     if not packed:
@@ -110,13 +115,13 @@ def _pack(layer: QuantLinear, input_amax: Tensor) -> PackedLinear:
     assert format is not None
     amax = amax_of(weight) if layer.weight_amax is None else layer.weight_amax
     q = quantize(weight, format, amax=amax)
-    return PackedLinear(q, nvfp4_global_scales(amax).encode, input_amax)
+    return PackedLinear(q, amax, input_amax)
 
 
 def _cut(whole: PackedLinear, rows: Rows) -> PackedLinear:
     q, part = whole.weight, slice(rows.start, rows.end)
     return PackedLinear(
-        _one_row_blocks(q, q.codes[part], q.scales[part]), whole.encode, whole.input_amax
+        _one_row_blocks(q, q.codes[part], q.scales[part]), whole.amax, whole.input_amax
     )
 
 
@@ -126,11 +131,9 @@ def _one_row_blocks(q: QuantizedTensor, codes: Tensor, scales: Tensor) -> Quanti
     return QuantizedTensor(codes, scales, q.global_scale, NVFP4, shape)
 
 
-def _with_dt_rows(
-    name: str, zxbc: PackedLinear, dt_NK: Tensor, amax: Tensor
-) -> tuple[PackedLinear, DtRows]:
+def _with_dt_rows(name: str, zxbc: PackedLinear, dt_NK: Tensor) -> tuple[PackedLinear, DtRows]:
     """in_proj whole, from the packed rows of in_zxbc and the dt rows."""
-    q = zxbc.weight
+    q, amax = zxbc.weight, zxbc.amax
     dt = quantize(dt_NK, NVFP4, amax=amax)
     error = (dt.dequantize() - dt_NK).norm() / dt_NK.norm().clamp(min=1e-30)
     report = DtRows(
@@ -143,7 +146,7 @@ def _with_dt_rows(
     joined = _one_row_blocks(
         q, torch.cat([q.codes, dt.codes]), torch.cat(scales).view(torch.float8_e4m3fn)
     )
-    return PackedLinear(joined, zxbc.encode, zxbc.input_amax), report
+    return PackedLinear(joined, amax, zxbc.input_amax), report
 
 
 # ---- The two layouts ----------------------------------------------------------------------------

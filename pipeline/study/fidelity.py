@@ -28,31 +28,45 @@ CHECKPOINTS = 4  # spread evenly over the run, its last one included
 DRAWS = 8  # of each stochastic rounding: the study shows errors, not rounding's bias
 
 
-def measure_fidelity(
-    runs: Sequence[StudyRun], study: StudyConfig, root: Path, log: Path
-) -> list[dict[str, Any]]:
-    """Rows for fidelity.csv, of the first of the baseline's runs among finished ones.
+def measure_fidelity(runs: Sequence[StudyRun], study: StudyConfig, root: Path, log: Path) -> None:
+    """Measure the first of the baseline's runs among finished ones, which takes minutes.
 
     A checkpoint that was measured before is not measured again.
     """
-    run = next((run for run in runs if run.arm == study.baseline), None)
+    run = _run_of_baseline(runs, study)
     if run is None:
-        return []
+        return
     folder = RunFolder(root / run.name)
-    steps = chosen(checkpoint.steps_in(folder.checkpoints))
-    files = {step: folder.fidelity / f"step-{step:08}.json" for step in steps}
-    missing = tuple(step for step, file in files.items() if not file.is_file())
+    missing = tuple(step for step, file in _files(folder).items() if not file.is_file())
     if missing:
         settings = dataclasses.replace(run.config.fidelity, steps=missing, num_draws=DRAWS)
         print(f"study: fidelity at steps {', '.join(map(str, missing))} of {run.name}", flush=True)
         with log.open("a") as out, contextlib.redirect_stdout(out):
             fidelity(dataclasses.replace(run.config, fidelity=settings), folder)
+
+
+def measured(runs: Sequence[StudyRun], study: StudyConfig, root: Path) -> list[dict[str, Any]]:
+    """Rows for fidelity.csv, of what `measure_fidelity` has left."""
+    run = _run_of_baseline(runs, study)
+    if run is None:
+        return []
     per_step = Schedule.of(run.config.train, tuple(run.config.data.sources)).tokens_per_step
     return [
         {"tokens": step * per_step, **row}
-        for step, file in files.items()
+        for step, file in _files(RunFolder(root / run.name)).items()
+        if file.is_file()
         for row in rows_of(json.loads(file.read_text()))
     ]
+
+
+def _run_of_baseline(runs: Sequence[StudyRun], study: StudyConfig) -> StudyRun | None:
+    return next((run for run in runs if run.arm == study.baseline), None)
+
+
+def _files(run: RunFolder) -> dict[int, Path]:
+    """Where `compare fidelity` leaves what it measures at the chosen steps."""
+    steps = chosen(checkpoint.steps_in(run.checkpoints))
+    return {step: run.fidelity / f"step-{step:08}.json" for step in steps}
 
 
 def chosen(steps: Sequence[int]) -> list[int]:

@@ -35,6 +35,8 @@ def draw_loss(tables: Tables, findings: Findings, study: StudyConfig) -> Figure:
     unit, divisor = token_unit({row.run: tables.curves[row.run][TRAIN] for row in rows})
     for color, arm in zip(SERIES, findings.arms[:SHOWN], strict=False):
         own = [row for row in rows if row.arm == arm]
+        if not own:
+            continue
         loss = mean_curve([tables.curves[row.run][TRAIN] for row in own])
         losses.plot(loss.tokens / divisor, loss.values, color=color, label=arm, linewidth=1.3)
         pairs = [gap_curve(tables, row, base[row.seed]) for row in own if row.seed in base]

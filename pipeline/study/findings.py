@@ -6,13 +6,14 @@ Nothing here is tuned to the paper: a verdict is what the interval says, "cannot
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from pipeline.config import StudyConfig
+from pipeline.config import ConfigError, StudyConfig
 from pipeline.fidelity_report import Verdict
 from pipeline.study.statistics import (
     Estimate,
@@ -71,9 +72,15 @@ class Findings:
 
 
 def find(tables: Tables, study: StudyConfig) -> Findings:
-    """Compute everything. Arms and sizes without runs are left out."""
+    """Compute everything. Arms and sizes without runs are left out.
+
+    Raises:
+        ConfigError: no run is of the study.
+    """
     present = {(row.arm, row.size) for row in tables.rows}
     sizes = tuple(size for size in study.sizes if any(size == each for _, each in present))
+    if not sizes:
+        raise ConfigError(f"study {study.name}: its tables hold no run of its sizes")
     arms = tuple(arm for arm in study.arms if any(arm == each for each, _ in present))
     others = [arm for arm in arms if arm != study.baseline]
     by_pair = {
@@ -103,7 +110,7 @@ def find(tables: Tables, study: StudyConfig) -> Findings:
     ablations = _ablations(tables, study, others, main)
     trends = {arm: _trend(tables, by_pair, arm) for arm in others}
     switches = tuple(_switches(tables, study, by_pair, gaps, main))
-    matching = _matching(tables, study, losses, main)
+    matching = _matching(tables, study, main)
     verdicts = _verdicts(gaps, ablations, switches, main) + _fidelity_verdicts(tables)
     return Findings(
         sizes, arms, losses, gaps, noise, ablations, trends, switches, matching, tuple(verdicts),
@@ -189,24 +196,32 @@ def _gap_before(tables: Tables, forked: Row, trunk: Row, base: Row, window: floa
     return float(curve.values[shown].mean()) if shown.any() else math.nan
 
 
-def _matching(
-    tables: Tables, study: StudyConfig, losses: dict[tuple[str, str], float], size: str
-) -> dict[str, Any]:
-    """Tokens that MXFP4 needs to reach NVFP4's final loss, by runs of the same model."""
-    rows: dict[tuple[str, str], Row] = {(row.arm, row.size): row for row in tables.rows}
-    if (PAPER, size) not in rows:
+def _matching(tables: Tables, study: StudyConfig, size: str) -> dict[str, Any]:
+    """Tokens that MXFP4 needs to reach NVFP4's final loss, by runs of the same model and seeds."""
+    goal = [row for row in tables.rows if (row.arm, row.size) == (PAPER, size)]
+    if not goal:
         return {}
-    parameters, tokens = rows[PAPER, size].parameters, rows[PAPER, size].tokens
-    of_arm = {
-        float(row.tokens): losses[arm, each]
-        for (arm, each), row in rows.items()
-        if arm == MXFP4 and row.parameters == parameters
-    }
-    if len(of_arm) < 2:
+    parameters, tokens = goal[0].parameters, goal[0].tokens
+    lengths: dict[float, list[Row]] = defaultdict(list)
+    for row in tables.rows:
+        if row.arm == MXFP4 and row.parameters == parameters:
+            lengths[float(row.tokens)].append(row)
+    seeds = {row.seed for row in goal}.intersection(
+        *({row.seed for row in rows} for rows in lengths.values())
+    )
+    if len(lengths) < 2 or not seeds:
         return {}
-    needed = tokens_to_match(losses[PAPER, size], of_arm)
+
+    def loss(rows: Sequence[Row]) -> float:
+        curves = [tables.curves[row.run][TRAIN] for row in rows if row.seed in seeds]
+        return float(np.mean([final_loss(curve, study.window) for curve in curves]))
+
+    needed = tokens_to_match(loss(goal), {length: loss(rows) for length, rows in lengths.items()})
     more = needed / tokens - 1 if needed else None
-    return {"tokens": tokens, "needed": needed, "more": more, "longest": max(of_arm)}
+    return {
+        "tokens": tokens, "needed": needed, "more": more, "longest": max(lengths),
+        "num_seeds": len(seeds),
+    }  # fmt: skip
 
 
 def _verdicts(

@@ -6,6 +6,8 @@ checkpoint takes (which holds FP32 masters in every precision).
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,8 @@ def saved_bytes_per_token(config: Config) -> float:
 
     The same storage counts once. Activation checkpointing is off, so that every operand shows.
     """
+    train = dataclasses.replace(config.train, activation_checkpointing="none")
+    config = dataclasses.replace(config, train=train)
     model = build_model(config, torch.device("cpu"))
     blocks = len(config.model.pattern)
     apply_recipe(model, build_recipe(config), num_blocks=blocks, seed=config.seed)

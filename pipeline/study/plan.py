@@ -47,7 +47,8 @@ def plan_study(study: StudyConfig, compose: Compose, user: list[str]) -> list[St
         user: the overrides of the command line, which all runs share and which win.
 
     Raises:
-        ConfigError: for an arm whose configuration is refused; it names the arm.
+        ConfigError: for an arm whose configuration is refused; it names the arm. For two runs that
+            are the same, as under `seed=` on the command line: their noise would be none.
     """
     planned: dict[tuple[str, str, int], StudyRun] = {}
     for name, arm in sorted(study.arms.items(), key=lambda item: item[1].trunk is not None):
@@ -64,6 +65,14 @@ def plan_study(study: StudyConfig, compose: Compose, user: list[str]) -> list[St
                     )
                 except ConfigError as error:
                     raise ConfigError(f"study.arms.{name} at size {size}: {error}") from error
+    first: dict[str, StudyRun] = {}
+    for run in planned.values():
+        other = first.setdefault(run.configuration, run)
+        if other is not run:
+            raise ConfigError(
+                f"study: {other.name} and {run.name} are the same run; a study's arms, sizes and "
+                "seeds must differ, also under what the command line says"
+            )
     places = list(study.sizes)
     return sorted(planned.values(), key=lambda run: (places.index(run.size), run.seed))
 
@@ -100,13 +109,18 @@ def _run(
 
 
 def _configuration(config: Config, trunk: StudyRun | None, fork: int | None) -> str:
-    """A fingerprint without places, so that the same run on another machine has the same."""
+    """A fingerprint of all but where the corpus lies, which its content hash stands for.
+
+    With the kind of device, which decides what activations are in.
+    """
     decisive = config.decisive()
     for source in decisive["data"]["sources"].values():
         source.pop("uris")
+    decisive["data"]["tokenizer"].pop("path")
+    decisive["data"].pop("decontaminate")
     if trunk:
         decisive["train"]["fork_from"] = f"{trunk.configuration}@{fork}"
-    return digest(decisive)[:16]
+    return digest([decisive, config.cluster.gpus_per_worker > 0])[:16]
 
 
 def _fork_step(config: Config, start: str) -> int:

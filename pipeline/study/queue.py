@@ -15,11 +15,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
+from pipeline.cli import INCOMPLETE, TRY_AGAIN
 from pipeline.config import PermanentError
 from pipeline.runs import RunFolder
 from pipeline.study.plan import StudyRun
-
-TRY_AGAIN = 75
 
 
 def is_finished(root: Path, run: StudyRun) -> bool:
@@ -67,7 +66,7 @@ def run_all(
                     run, code = running.pop(future), future.result()
                     if code == TRY_AGAIN:
                         raise KeyboardInterrupt
-                    if code:
+                    if code not in (0, INCOMPLETE):  # the latter: tasks whose data are not here
                         failed[run.name] = f"exit code {code}, see {logs / run.name}.log"
                     else:
                         finished.add(run.name)

@@ -1,8 +1,8 @@
 """Runs of the same study that finished elsewhere, taken from their tables instead of run again.
 
 A run is known by arm, size and seed, and taken where its configuration has the same fingerprint
-(which holds no path) and its corpus the same content. So machines share a study, and one outlasts
-the machine that it began on: `study.reuse=[<folder>]`.
+(which does not say where its corpus lies) and its corpus the same content. So machines share a
+study, and one outlasts the machine that it began on: `study.reuse=[<folder>]`.
 """
 
 from __future__ import annotations
@@ -72,22 +72,24 @@ def merged(first: Tables, second: Tables) -> Tables:
 
 
 def check_data(of: Tables, planned: Sequence[StudyRun], todo: Sequence[StudyRun]) -> None:
-    """Hold known rows against the corpora that runs to come will read, which are prepared now.
+    """All runs of one corpus read the same content: known ones, and those to come, whose corpora
+    are prepared now.
 
     Raises:
-        ConfigError: a known run was trained on other data; the message names it.
+        ConfigError: they do not; the message names a known run.
     """
-    configs = {str(run.config.data): run.config for run in todo}
-    data = {_key(run): str(run.config.data) for run in planned}
-    for corpus, config in configs.items():
+    contents: dict[str, tuple[str, str]] = {}  # by corpus: who read it, and its content
+    for config in {str(run.config.data): run.config for run in todo}.values():
         folder = prepare(config.data, root_folder(config), address=config.cluster.address)
-        content = read_manifest(folder)["content_hash"]
-        for row in of.rows:
-            if data[_key(row)] == corpus and row.data != content:
-                raise ConfigError(
-                    f"study.reuse: {row.run} was trained on other data (content {row.data[:12]}, "
-                    f"here {content[:12]}); prepare the same files, or do not reuse these tables"
-                )
+        contents[str(config.data)] = ("the corpus here", read_manifest(folder)["content_hash"])
+    data = {_key(run): str(run.config.data) for run in planned}
+    for row in of.rows:
+        who, content = contents.setdefault(data[_key(row)], (row.run, row.data))
+        if row.data != content:
+            raise ConfigError(
+                f"study.reuse: {row.run} was trained on other data (content {row.data[:12]}) than "
+                f"{who} ({content[:12]}); prepare the same files, or do not reuse its tables"
+            )
 
 
 def _key(run: StudyRun | Row) -> tuple[str, str, int]:

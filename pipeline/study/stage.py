@@ -12,7 +12,7 @@ from pipeline.config import Config, ConfigError, StudyConfig
 from pipeline.runs import RunFolder, root_folder, write_whole
 from pipeline.stages import tracker_safely
 from pipeline.study import reuse, tables
-from pipeline.study.fidelity import measure_fidelity
+from pipeline.study.fidelity import measure_fidelity, measured
 from pipeline.study.memory import saved_bytes_per_token
 from pipeline.study.plan import Compose, StudyRun, plan_study
 from pipeline.study.queue import is_finished, run_all
@@ -53,17 +53,19 @@ def run_study(config: Config, compose: Compose, user: list[str]) -> None:
     status = "FAILED"
     try:
         run_all(_below(todo, tracker), root, folder / "logs", study.parallel)
+        if not known.fidelity:
+            finished = [run for run in runs if is_finished(root, run)]
+            measure_fidelity(finished, study, root, folder / "logs" / "fidelity.log")
         status = "FINISHED"
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
     finally:
         finished = [run for run in runs if is_finished(root, run)]
-        gathered = _with_memory(tables.collect(finished, root), finished)
-        gathered = reuse.merged(gathered, known)
+        here = _with_memory(tables.collect(finished, root), finished)
+        here = dataclasses.replace(here, fidelity=tuple(measured(finished, study, root)))
+        gathered = reuse.merged(here, known)
         if gathered.rows:
-            # It takes minutes, which whoever interrupts does not wait for.
-            if status == "FINISHED" and not gathered.fidelity:
-                log = folder / "logs" / "fidelity.log"
-                errors = measure_fidelity(finished, study, root, log)
-                gathered = dataclasses.replace(gathered, fidelity=tuple(errors))
             tables.write(gathered, folder)
             _report_of(folder, study)
             written = [folder / name for name in ("report.html", "figures", *tables.FILES)]

@@ -73,6 +73,8 @@ class Noise:
         freedom = num_seeds - 1
         if freedom < 1:
             return math.nan
+        if not self.deviation:
+            return float(effect != 0)
         limit = stats.t.ppf((1 + CONFIDENCE) / 2, freedom)
         shift = effect / self.deviation * math.sqrt(num_seeds)
         return float(stats.nct.sf(limit, freedom, shift) + stats.nct.cdf(-limit, freedom, shift))

@@ -71,10 +71,7 @@ def collect(runs: Sequence[StudyRun], root: Path) -> Tables:
         read = read_curves(folder.metrics)
         schedule = Schedule.of(run.config.train, tuple(run.config.data.sources))
         fork = run.fork * schedule.tokens_per_step if run.fork else None
-        found = checkpoint.latest(folder.checkpoints)
-        assert found is not None, "a finished run has a checkpoint"
-        size = sum(file.stat().st_size for file in found.path.rglob("*") if file.is_file())
-        figures = _figures(results) | {"checkpoint_bytes": float(size)}
+        figures = _figures(results) | checkpoint_bytes(folder)
         tokens = schedule.num_steps * schedule.tokens_per_step
         data = read_manifest(dataset_folder(run.config, folder))["content_hash"]
         row = Row(
@@ -87,6 +84,15 @@ def collect(runs: Sequence[StudyRun], root: Path) -> Tables:
         curves[run.name] = named | {TRAIN: binned(read[TRAIN], edges)}
         health += _health(run, read)
     return Tables(tuple(rows), curves, tuple(health))
+
+
+def checkpoint_bytes(run: RunFolder) -> dict[str, float]:
+    """The size of a run's last checkpoint; nothing where none was kept."""
+    steps = checkpoint.steps_in(run.checkpoints)
+    if not steps:
+        return {}
+    files = (run.checkpoints / checkpoint.folder_name(steps[-1])).iterdir()
+    return {"checkpoint_bytes": float(sum(file.stat().st_size for file in files))}
 
 
 def binned(curve: Curve, edges: np.ndarray) -> Curve:

@@ -118,7 +118,7 @@ def own_piece(tensor: Tensor, rank: int, ranks: int) -> Piece | None:
 
 def partial_folder(folder: Path, step: int, attempt: str) -> Path:
     """Where the checkpoint of `step` grows; `attempt` tells one start of the run from another."""
-    return folder / f".partial-{_name(step)}-{attempt}"
+    return folder / f".partial-{folder_name(step)}-{attempt}"
 
 
 def write_part(
@@ -149,7 +149,7 @@ def commit(partial: Path, step: int, ranks: int, state: Mapping[str, Any]) -> Ch
 
     One of the same step that stands already is replaced: it is the same, or damaged.
     """
-    final = partial.with_name(_name(step))
+    final = partial.with_name(folder_name(step))
     state = {**state, "step": step}
     try:
         _write_json(partial / STATE, state)
@@ -220,10 +220,19 @@ def require_ownership(folder: Path, attempt: str) -> None:
 
 def latest(folder: Path) -> Checkpoint | None:
     """The newest complete checkpoint whose checksums hold, or None."""
-    for path in sorted(folder.glob("step-*"), reverse=True):
-        if not problems(path):
-            return Checkpoint(path, json.loads((path / STATE).read_text()))
-    return None
+    return newest_usable(folder)[0]
+
+
+def newest_usable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The same, and why each newer one cannot be used."""
+    refused: list[str] = []
+    for step in reversed(steps_in(folder)):
+        path = folder / folder_name(step)
+        if found := problems(path):
+            refused += found
+        else:
+            return Checkpoint(path, json.loads((path / STATE).read_text())), refused
+    return None, refused
 
 
 def newest_state(folder: Path) -> Mapping[str, Any] | None:
@@ -234,7 +243,7 @@ def newest_state(folder: Path) -> Mapping[str, Any] | None:
     steps = steps_in(folder)
     if not steps:
         return None
-    file = folder / _name(steps[-1]) / STATE
+    file = folder / folder_name(steps[-1]) / STATE
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError) as error:
@@ -243,10 +252,15 @@ def newest_state(folder: Path) -> Mapping[str, Any] | None:
 
 def at_step(folder: Path, step: int) -> Checkpoint:
     """The checkpoint of that step. Raises `CheckpointError` that names those there are."""
-    path = folder / _name(step)
+    path = folder / folder_name(step)
     if not path.is_dir():
         steps = ", ".join(str(number) for number in steps_in(folder)) or "none"
         raise CheckpointError(f"{folder} has no checkpoint of step {step}; there are: {steps}")
+    return at_path(path)
+
+
+def at_path(path: Path) -> Checkpoint:
+    """The checkpoint in that folder, whatever its name. Raises `CheckpointError`."""
     found = problems(path)
     if found:
         raise CheckpointError("; ".join(found))
@@ -255,7 +269,10 @@ def at_step(folder: Path, step: int) -> Checkpoint:
 
 def steps_in(folder: Path) -> list[int]:
     """The steps of the checkpoints in a folder, damaged ones too, in order."""
-    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
+    steps = (path.name.removeprefix("step-") for path in folder.glob("step-*"))
+    return sorted(
+        int(step) for step in steps if step.isdecimal() and folder_name(int(step))[5:] == step
+    )
 
 
 def problems(path: Path) -> list[str]:
@@ -274,8 +291,14 @@ def problems(path: Path) -> list[str]:
             found.append(f"{file}: a name outside the checkpoint")
         elif not file.is_file():
             found.append(f"{file}: missing")
-        elif file.stat().st_size != record.get("bytes") or _record(file) != record:
-            found.append(f"{file}: size or checksum differs from the manifest")
+        else:
+            try:
+                same = file.stat().st_size == record.get("bytes") and _record(file) == record
+            except OSError as error:
+                found.append(f"{file}: {error}")
+                continue
+            if not same:
+                found.append(f"{file}: size or checksum differs from the manifest")
     unlisted = {file.name for file in path.glob("*.safetensors")} - files.keys()
     found += [f"{path / name}: not in the manifest" for name in sorted(unlisted)]
     return found
@@ -293,7 +316,7 @@ def prune(
     wanted = {*before[-keep:], *filter(always, before)}
     for step in steps_in(folder):
         if step not in wanted:
-            shutil.rmtree(folder / _name(step))
+            shutil.rmtree(folder / folder_name(step))
 
 
 # ---- The model's side ---------------------------------------------------------------------------
@@ -334,7 +357,8 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 # ---- Files --------------------------------------------------------------------------------------
 
 
-def _name(step: int) -> str:
+def folder_name(step: int) -> str:
+    """Of the checkpoint of that step, within a run's `checkpoints`."""
     return f"step-{step:08d}"
 
 
@@ -387,8 +411,11 @@ def _record(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1))
-    _sync(path)
+    """The file appears whole: another rank may be waiting for it."""
+    growing = path.with_name(f"{path.name}~")
+    growing.write_text(json.dumps(value, indent=1))
+    _sync(growing)
+    growing.rename(path)
 
 
 def _sync(path: Path) -> None:

@@ -88,7 +88,7 @@ class Trainer:
 
     def _begin(self) -> None:
         """Restore what there is, and say what trains."""
-        if self.progress.restore(self.setup):
+        if self.progress.restore(self.setup, self.records.note):
             self.keeper.save()  # from here on the child needs its parent no more
         self.records.append("start", {"start/ranks": self.setup.rank.size})
         trainable = self.setup.trainable
@@ -180,7 +180,7 @@ class Trainer:
         names = ", ".join(sorted(damaged))
         if self.setup.config.data.on_corrupt == "stop":
             self.keeper.save()
-            self.keeper.settle()
+            self.keeper.finish()
             raise DataError(
                 f"step {step}: {names} in {self.setup.dataset.place} cannot be read or is not what "
                 "the manifest describes; the run is saved at this step. Restore the shard and "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,25 +55,37 @@ class Progress:
             "config": setup.config.to_dict(),
         }
 
-    def restore(self, setup: Setup) -> bool:
+    def restore(self, setup: Setup, note: Callable[[str], None]) -> bool:
         """Go on from the newest checkpoint, or from the parent's, or begin; weights, too.
 
         Returns whether the run now stands on another's checkpoint alone. Every rank calls it.
-        Raises `ConfigError` where a checkpoint is of another run.
+        note: takes a sentence on damaged checkpoints that were passed over.
+
+        Raises `ConfigError` where a checkpoint is of another run, or where there are some and none
+        can be used: beginning again would in time remove them.
         """
         # Rank 0 finds it: storage may not show all ranks the same one.
-        newest = checkpoint.latest(setup.run.checkpoints) if not setup.rank.index else None
-        found = from_rank_0(newest)
+        folder = setup.run.checkpoints
+        newest = checkpoint.newest_usable(folder) if not setup.rank.index else (None, [])
+        found, refused = from_rank_0(newest)
         if found is not None:
             _check_identity(setup, found)
             self._load(setup, found)
+            if refused:
+                note(f"on from step {self.step}; newer ones are damaged: {'; '.join(refused)}")
             return False
+        if refused:
+            raise ConfigError(
+                f"no checkpoint in {folder} can be gone on with: {'; '.join(refused)}; "
+                "move them away to begin again"
+            )
         if setup.lineage:
             self._load(setup, _checkpoint_of_parent(setup))
             return True
         self.exclusions = Exclusions().resumed(setup.config.data, 0)
         if setup.warm_start:
             load_weights(setup.warm_start, setup.trainable.model, setup.dataset)
+            setup.trainable.changed()
         return False
 
     def _load(self, setup: Setup, found: Checkpoint) -> None:

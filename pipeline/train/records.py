@@ -34,7 +34,7 @@ class Records:
     def step(self, result: StepResult, seconds: float) -> None:
         """The step that has just been counted, and where time went since the last such record."""
         config, schedule, progress = self._setup.config, self._setup.schedule, self._progress
-        if progress.step % config.train.log_every_steps:
+        if progress.step % config.train.log_every_steps and progress.step != schedule.num_steps:
             return
         step, tokens = progress.step - 1, schedule.tokens_per_step
         values = {

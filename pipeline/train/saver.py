@@ -103,12 +103,21 @@ class Saver:
             if self._rank.index == 0:
                 self._await_parts(partial)
                 checkpoint.require_ownership(self._folder, self._attempt)
-                self._done(checkpoint.commit(partial, step, self._rank.size, state))
-        except (CheckpointError, OSError) as error:
-            self._error = str(error)
+                saved = checkpoint.commit(partial, step, self._rank.size, state)
+                self._tell(saved)
+        except Exception as error:  # whatever it is, `settle` must not say that it stands
+            known = isinstance(error, CheckpointError)
+            self._error = str(error) if known else f"{partial.name}: {error!r}"
             print(f"checkpoint: {error}", file=sys.stderr, flush=True)
             if self._rank.index == 0:
                 shutil.rmtree(partial, ignore_errors=True)
+
+    def _tell(self, saved: Checkpoint) -> None:
+        """Call `done`. The checkpoint stands, whatever goes wrong now."""
+        try:
+            self._done(saved)
+        except OSError as error:
+            print(f"checkpoint: {error}", file=sys.stderr, flush=True)
 
     def _await_parts(self, partial: Path) -> None:
         deadline = time.monotonic() + OTHER_RANKS_SECONDS

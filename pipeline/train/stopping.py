@@ -27,10 +27,12 @@ def requested(file: Path) -> bool:
 def graceful_stop(file: Path) -> Iterator[None]:
     """Turn SIGTERM and Ctrl-C into a request in `file`; a second one interrupts at once."""
     file.unlink(missing_ok=True)
+    asked: list[int] = []  # signals; the file may be another's request
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if requested(file):
+        if asked:
             raise KeyboardInterrupt
+        asked.append(number)
         file.touch()
         print(
             f"\n{signal.Signals(number).name}: finishing the step and writing a checkpoint; "

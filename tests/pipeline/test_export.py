@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from model import HybridModel, ModelConfig
 from model.hf import config_to_nemotron_h, from_nemotron_h, to_nemotron_h
@@ -166,14 +167,19 @@ def test_a_run_that_has_no_checkpoint_yet_is_refused_with_the_way_out(
 ) -> None:
     config, run = trained
     young = RunFolder(tmp_path / "young")
-    shutil.copytree(run.path, young.path, ignore=shutil.ignore_patterns("state.json"))
+    ignored = shutil.ignore_patterns("state.json", "exports")
+    shutil.copytree(run.path, young.path, ignore=ignored)
     with pytest.raises(ConfigError, match=r"no complete checkpoint; .*pipeline run resume=young"):
         export(with_export(config, "hf"), young, quiet)
     assert not young.exports.exists()
 
 
+@pytest.mark.parametrize("kind", [OSError, SafetensorError])
 def test_a_failure_leaves_the_former_export_and_nothing_half_written(
-    trained: tuple[Config, RunFolder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: tuple[Config, RunFolder],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Exception],
 ) -> None:
     config, run = trained
     target = tmp_path / "out"
@@ -181,7 +187,7 @@ def test_a_failure_leaves_the_former_export_and_nothing_half_written(
     before = export_folder.describe_files(target)
 
     def full(*arguments: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise kind("No space left on device")
 
     monkeypatch.setattr(export_folder, "_write_shard", full)
     with pytest.raises(ConfigError, match="No space left"):

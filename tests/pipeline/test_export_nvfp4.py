@@ -129,7 +129,7 @@ def test_codes_of_a_run_in_bf16_are_of_weights_rounded_as_its_forward_pass_round
     model, precision = loaded(config, run)
     inputs = dict.fromkeys(precision.layers, torch.tensor(1.0))
     packed = pack_linears(model.config, precision, inputs).packed
-    differing = 0
+    differing = dt_rows = 0
     for theirs, parts in linear_rows(model.config).items():
         layer = precision.layers[parts[0].linear]
         of_rounded, of_whole = (
@@ -139,7 +139,15 @@ def test_codes_of_a_run_in_bf16_are_of_weights_rounded_as_its_forward_pass_round
         if theirs in packed:
             assert torch.equal(packed[theirs].weight.codes[: len(of_rounded)], of_rounded), theirs
             differing += int((of_rounded != of_whole).sum())
+        if theirs in packed and len(parts) > 1:  # decoded by the scale that is stored for all rows
+            dt = precision.layers[parts[1].linear].weight.detach()
+            amax = layer.weight.detach().bfloat16().abs().max().float()
+            expected = quantize(dt, NVFP4, amax=amax)
+            stored = packed[theirs].weight
+            assert torch.equal(stored.dequantize()[len(of_rounded) :], expected.dequantize())
+            dt_rows += 1
     assert differing  # else nothing would show
+    assert dt_rows
 
 
 @pytest.mark.parametrize("layout", [COMPRESSED_TENSORS, MODELOPT])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from model import HybridModel
 from pipeline.config import Config, ConfigError, GenerateConfig
@@ -117,6 +117,24 @@ def test_characters_of_several_tokens_are_printed_whole(trained: tuple[Config, R
     stream.put(tokenizer.encode("é", add_special_tokens=False).ids[0])
     stream.end()
     assert "".join(pieces) == "é→日本 ok\ufffd"
+
+
+def test_spaces_survive_a_decoder_that_strips_the_first() -> None:
+    vocab = {"\u2581hi": 0, "\u2581you": 1, "<0xC3>": 2, "<0xA9>": 3}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    strip = decoders.Strip(" ", 1, 0)
+    spaces = decoders.Replace("\u2581", " ")
+    tokenizer.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), strip])
+    ids = [0, 1, 2, 3, 0]
+    assert tokenizer.decode(ids) == "hi you\u00e9 hi"
+    for prompt in (0, 1, 4):
+        out = io.StringIO(tokenizer.decode(ids[:prompt]))
+        out.seek(0, io.SEEK_END)
+        stream = TextStream(tokenizer, out, ids[:prompt])
+        for token in ids[prompt:]:
+            stream.put(token)
+        stream.end()
+        assert out.getvalue() == "hi you\u00e9 hi"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config import ConfigError
+from pipeline.curves import Curve
 from pipeline.study import tables as study_tables
 from pipeline.study.fidelity import chosen, rows_of
 from pipeline.study.findings import Findings, find
@@ -68,6 +70,35 @@ def test_tokens_to_match_come_from_whole_runs_of_the_same_model() -> None:
     assert 1.0 < matching["needed"] / TOKENS < 1.4
     same = {**CLEAR, "mxfp4": 0.009}
     assert find(tables(same, noise=0.0), study()).matching["needed"] is None
+
+
+def test_tokens_to_match_compare_the_same_seeds() -> None:
+    made = tables(CLEAR, noise=0.0)
+    odd = {row.run: 1.0 + row.seed for row in made.rows}  # a seed's loss is another world
+    curves = {
+        run: {name: Curve(curve.tokens, curve.values * odd[run]) for name, curve in named.items()}
+        for run, named in made.curves.items()
+    }
+    few = [row for row in made.rows if row.seed == 0 or (row.arm, row.size) != ("mxfp4", "longer")]
+    unfinished = dataclasses.replace(made, rows=tuple(few), curves=curves)
+    matching = find(unfinished, study()).matching
+    assert matching["num_seeds"] == 1
+    assert 1.0 < matching["needed"] / TOKENS < 1.4
+
+
+def test_an_arm_without_runs_at_the_main_size_is_reported_where_it_has_some(tmp_path: Path) -> None:
+    made = tables(CLEAR)
+    rows = [row for row in made.rows if (row.arm, row.size) != ("mxfp4", "main")]
+    findings = write_report(dataclasses.replace(made, rows=tuple(rows)), study(), tmp_path)
+    assert ("mxfp4", "wide") in findings.gaps
+    assert verdict(findings, "MXFP4's gap is larger") is None
+
+
+def test_tables_of_another_study_are_refused() -> None:
+    made = tables(CLEAR)
+    rows = tuple(dataclasses.replace(row, size="unheard of") for row in made.rows)
+    with pytest.raises(ConfigError, match="study known: its tables hold no run"):
+        find(dataclasses.replace(made, rows=rows), study())
 
 
 def test_tables_survive_their_files_and_give_the_same_report(tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cli import INCOMPLETE
 from pipeline.compose import compose
 from pipeline.config import ArmConfig, ConfigError, PermanentError, StudyConfig, from_dict
 from pipeline.study import stage
 from pipeline.study.plan import StudyRun, plan_study
 from pipeline.study.queue import run_all
 from pipeline.study.stage import run_study
-from pipeline.study.tables import Tables
+from pipeline.study.tables import Tables, read
 from tests.study import synthetic
 
 SMALL = ["train=plain", "train.tokens=81920", "train.warmup_tokens=4096"]
@@ -81,12 +82,17 @@ def test_a_study_that_is_interrupted_reports_what_has_finished(
     monkeypatch.setattr(stage.tables, "collect", collect)
     monkeypatch.setattr(stage, "saved_bytes_per_token", lambda _: 1.0)
     monkeypatch.setattr(stage, "measure_fidelity", None)  # not called: it takes minutes
+    monkeypatch.setattr(stage, "measured", lambda *_: made.fidelity)  # what is there is kept
+    ended: list[str] = []
+    monkeypatch.setattr(stage.Tracker, "finish", lambda _, status: ended.append(status))
     settings = {"name": "s", "arms": {n: {"overrides": arm.overrides} for n, arm in ARMS.items()}}
     settings |= {"sizes": {"main": SMALL}, "seeds": [0, 7]}
     settings["arms"]["late"] |= {"trunk": "paper", "fork_at": "70%"}
     user = [f"root={tmp_path}", "tracking.offline=true"]
     with pytest.raises(KeyboardInterrupt):
         run_study(from_dict(compose(user) | {"study": settings}), compose, user)
+    assert ended == ["KILLED"]
+    assert read(tmp_path / "studies" / "s").fidelity == made.fidelity
     assert "1 of 3 runs" in capsys.readouterr().out
     assert "1 of 3 runs" in (tmp_path / "studies" / "s" / "report.html").read_text()
 
@@ -99,6 +105,12 @@ def test_a_fork_leaves_its_trunk_where_a_phase_begins_and_comes_after_it() -> No
     assert late.config.train.fork_from == f"{paper.name}@14"
     with pytest.raises(ConfigError, match=r"arms.late .*fork_at=50%.*at 0, 70%"):
         planned(arms={**ARMS, "late": dataclasses.replace(ARMS["late"], fork_at="50%")})
+
+
+def test_runs_that_the_command_line_makes_alike_are_refused() -> None:
+    study = StudyConfig("s", {"bf16": ArmConfig(num_seeds=2)}, {"main": tuple(SMALL)})
+    with pytest.raises(ConfigError, match=r"s-main-bf16-s0-.* and s-main-bf16-s1-.* are the same"):
+        plan_study(study, compose, ["seed=1"])
 
 
 def test_a_mistake_names_its_arm() -> None:
@@ -114,6 +126,13 @@ def test_a_mistake_names_its_arm() -> None:
         ({"arms": {"bf16": {"trunk": "bf16"}}}, "trunk and fork_at go together"),
         ({"arms": {"bf16": {}, "x": {"trunk": "y", "fork_at": "1%"}}}, "trunk=y: no such arm"),
         ({"arms": {"bf16": {"sizes": ["big"]}}}, "no size big; known: main"),
+        (
+            {
+                "sizes": {"main": [], "big": []},
+                "arms": {"bf16": {"sizes": ["big"]}, "x": {"trunk": "bf16", "fork_at": "1%"}},
+            },
+            "sizes or seeds that its trunk bf16 has not",
+        ),
     ],
 )
 def test_a_study_that_contradicts_itself_is_refused(study: dict, message: str) -> None:
@@ -137,7 +156,7 @@ code, seconds = int(sys.argv[3]), float(sys.argv[4])
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 with (root / "order").open("a") as file: file.write(name + "\\n")
 time.sleep(seconds)
-if code == 0:
+if code in (0, 3):
     (root / name).mkdir()
     (root / name / "results.json").write_text(json.dumps({"status": "finished"}))
 sys.exit(code)
@@ -173,10 +192,14 @@ def test_forks_wait_for_their_trunk_also_in_parallel(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_named_and_the_others_go_on(tmp_path: Path) -> None:
-    with pytest.raises(PermanentError, match=r"2 runs(?s:.*)exit code 3(?s:.*)its trunk .* failed"):
-        queue(tmp_path, {"paper": 3})
+    with pytest.raises(PermanentError, match=r"2 runs(?s:.*)exit code 1(?s:.*)its trunk .* failed"):
+        queue(tmp_path, {"paper": 1})
     assert started(tmp_path) == ["bf16", "paper", "bf16"]
     assert queue(tmp_path, {}) == ["paper", "late"]
+
+
+def test_a_run_whose_tasks_lack_their_data_has_finished(tmp_path: Path) -> None:
+    assert sorted(queue(tmp_path, {"paper": INCOMPLETE})) == ["bf16", "bf16", "late", "paper"]
 
 
 def test_a_run_that_asks_to_be_tried_again_ends_the_sitting(tmp_path: Path) -> None:

@@ -142,6 +142,17 @@ def test_a_known_run_of_other_data_is_refused_before_anything_is_run(
     reuse.check_data(reuse.known(study(raw["study"]["reuse"]), runs), runs, runs)
 
 
+def test_known_runs_of_different_data_are_not_paired_even_where_nothing_is_left_to_run(
+    tmp_path: Path,
+) -> None:
+    runs = planned([f"root={tmp_path}"])
+    known = tables.read(Path(elsewhere(tmp_path / "known", runs)))
+    reuse.check_data(known, runs, [])
+    rows = (dataclasses.replace(known.rows[0], data="another"), *known.rows[1:])
+    with pytest.raises(ConfigError, match=rf"on other data .* than {rows[0].run} \(another\)"):
+        reuse.check_data(dataclasses.replace(known, rows=rows), runs, [])
+
+
 def test_a_run_of_here_comes_before_the_same_of_elsewhere() -> None:
     made = synthetic({"nvfp4": 0.003})
     here = reuse.only(made, [made.rows[0].run])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from pipeline.curves import Curve
+from pipeline.runs import RunFolder
 from pipeline.study.statistics import Noise, final_loss, paired, tokens_to_match, trend
-from pipeline.study.tables import binned
+from pipeline.study.tables import binned, checkpoint_bytes
 from tests.study.synthetic import tables
 
 
@@ -63,6 +65,21 @@ def test_power_is_the_share_of_studies_that_see_the_effect() -> None:
     needed = noise.seeds_needed(0.01)
     assert needed is not None
     assert noise.power(0.01, needed) >= 0.8 > noise.power(0.01, needed - 1)
+
+
+def test_without_any_noise_every_effect_is_seen() -> None:
+    noise = Noise.pooled([[0.01, 0.01], [0.02, 0.02]])
+    assert noise.seeds_needed(0.01) == 2
+    assert noise.seeds_needed(0.0) is None
+
+
+def test_a_run_whose_checkpoints_were_removed_has_no_size_of_them(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    assert checkpoint_bytes(run) == {}
+    for step, size in ((1, 100), (2, 30)):
+        (run.checkpoints / f"step-{step:08d}").mkdir(parents=True)
+        (run.checkpoints / f"step-{step:08d}" / "file").write_bytes(bytes(size))
+    assert checkpoint_bytes(run) == {"checkpoint_bytes": 30.0}
 
 
 def test_a_trend_needs_three_sizes_and_finds_a_line() -> None:

@@ -198,6 +198,17 @@ def test_prune_keeps_the_newest_and_what_is_always_kept(tmp_path: Path) -> None:
     assert checkpoint.steps_in(tmp_path) == [2, 10, 30]
 
 
+def test_other_folders_beside_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    for name in ("step-00000005-copy", "step-7", "step-old"):
+        (tmp_path / name).mkdir()
+    assert checkpoint.steps_in(tmp_path) == [3]
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    checkpoint.prune(save(tmp_path, 4), keep=1)
+    assert len(list(tmp_path.glob("step-*"))) == 4
+
+
 def test_prune_never_takes_a_damaged_later_one_for_the_newest(tmp_path: Path) -> None:
     model_file(save(tmp_path, 9).path).write_bytes(b"")
     saved = save(tmp_path, 5)

@@ -129,6 +129,47 @@ def test_training_outlives_failed_saves_up_to_the_configured_number(
     assert found.step == 2
 
 
+def damage(run: RunFolder, steps: list[int]) -> None:
+    for step in steps:
+        file = next((run.checkpoints / f"step-{step:08d}").glob("model-*.safetensors"))
+        damaged = file.read_bytes()[:-4]
+        file.unlink()  # tensors that were read from it still stand on its bytes
+        file.write_bytes(damaged)
+
+
+def test_damaged_checkpoints_are_passed_over_with_a_note(tmp_path: Path, dataset: Path) -> None:
+    config = configuration(tmp_path, 6)
+    run = start(config, "run")
+    train(config, run, dataset)
+    before = tensors_of(run)
+    damage(run, [6])
+    train(config, run, dataset)
+    (note,) = notes(run)
+    assert note.startswith("on from step 4; newer ones are damaged:")
+    assert "step-00000006/model-" in note
+    assert same_bits(tensors_of(run), before)
+
+
+def test_where_no_checkpoint_can_be_used_nothing_is_begun_again(
+    tmp_path: Path, dataset: Path
+) -> None:
+    config = configuration(tmp_path, 6, keep_checkpoints=1)
+    run = start(config, "run")
+    train(config, run, dataset)
+    steps = checkpoint.steps_in(run.checkpoints)
+    damage(run, steps)
+    with pytest.raises(ConfigError, match=r"no checkpoint in .* size or checksum .* move them"):
+        train(config, run, dataset)
+    assert checkpoint.steps_in(run.checkpoints) == steps
+
+
+def test_the_last_step_is_logged_whatever_the_interval(tmp_path: Path, dataset: Path) -> None:
+    config = configuration(tmp_path, 6, log_every_steps=100)
+    run = start(config, "run")
+    train(config, run, dataset)
+    assert [step for kind, step, _ in curve_of(run) if kind == "train"] == [6]
+
+
 def test_a_last_checkpoint_that_cannot_be_written_fails_the_run(
     tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

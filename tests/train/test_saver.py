@@ -109,6 +109,51 @@ def test_rank_0_gives_up_when_another_rank_could_not_write(tmp_path: Path) -> No
     assert checkpoint.latest(tmp_path) is None
 
 
+@pytest.mark.parametrize("error", [ValueError("not JSON"), MemoryError()])
+def test_no_kind_of_failure_passes_for_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    writer = make(tmp_path, [])
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "commit", fail)
+        writer.save(1, {"model": {"w": torch.ones(4)}}, {})
+        assert type(error).__name__ in writer.settle()
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint.OWNER]
+
+
+def test_a_part_is_there_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    sync = checkpoint._sync
+
+    def look(path: Path) -> None:
+        if ".part-" in path.name:
+            seen.append(checkpoint.part_record(path.parent, 0).exists())
+        sync(path)
+
+    monkeypatch.setattr(checkpoint, "_sync", look)
+    checkpoint.write_part(checkpoint.partial_folder(tmp_path, 1, "attempt"), {}, 0, 1)
+    assert seen == [False]
+    assert checkpoint.part_record(checkpoint.partial_folder(tmp_path, 1, "attempt"), 0).exists()
+
+
+def test_what_fails_after_a_checkpoint_stands_is_no_failed_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prune(_: Checkpoint) -> None:
+        raise OSError("old ones cannot be removed")
+
+    writer = Saver(tmp_path, Rank(), "attempt", prune)
+    writer.save(1, {"model": {"w": torch.ones(4)}}, {})
+    assert writer.settle() == ""
+    assert checkpoint.latest(tmp_path) is not None
+    assert "old ones cannot be removed" in capsys.readouterr().err
+
+
 def test_a_start_removes_what_the_start_before_left_half_written(tmp_path: Path) -> None:
     partial = checkpoint.partial_folder(tmp_path, 5, "earlier")
     checkpoint.write_part(partial, {}, 0, 2)

@@ -23,6 +23,15 @@ def test_the_first_signal_asks_and_the_second_interrupts(tmp_path: Path, number:
     assert not requested(file)
 
 
+def test_the_first_signal_asks_also_where_someone_else_has_asked(tmp_path: Path) -> None:
+    file = tmp_path / "stop"
+    with graceful_stop(file):
+        file.touch()  # as a pod's preStop does before its SIGTERM
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def test_an_old_request_does_not_stop_a_new_start(tmp_path: Path) -> None:
     file = tmp_path / "stop"
     file.touch()

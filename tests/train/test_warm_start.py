@@ -19,6 +19,7 @@ from pipeline.hf_folder import read_model_config, read_tensors
 from pipeline.preflight import _check_warm_start, check
 from pipeline.runs import RunFolder
 from pipeline.tracking import _tags
+from pipeline.train import checkpoint
 from pipeline.train.loop import Trainer
 from pipeline.warm_start import find_source, write_warm_start
 from tests.data.corpora import document, write_corpus
@@ -63,7 +64,7 @@ def weights(model: HybridModel) -> dict[str, Tensor]:
 
 def restored(config: Config, run: RunFolder, dataset: Path) -> Trainer:
     trainer = Trainer(config, run, dataset, "cpu")
-    trainer.progress.restore(trainer.setup)
+    trainer.progress.restore(trainer.setup, trainer.records.note)
     return trainer
 
 
@@ -149,6 +150,7 @@ def test_a_folder_saved_by_transformers_is_read(
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     theirs.save_pretrained(tmp_path / "theirs")
+    shutil.copy(folder / "tokenizer.json", tmp_path / "theirs")
     _, run = source
     config = warm(run, str(tmp_path / "theirs"))
     trainer = restored(config, begin(config, "from-transformers"), dataset_of(run))
@@ -223,6 +225,48 @@ def test_a_damaged_checkpoint_is_refused(source: tuple[Config, RunFolder], tmp_p
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(ConfigError, match="size or checksum differs"):
         find_source(warm(run, str(copy)))
+
+
+@pytest.mark.parametrize("name", ["copied", "step-3"])
+def test_a_checkpoint_is_read_wherever_it_was_copied(
+    source: tuple[Config, RunFolder], tmp_path: Path, name: str
+) -> None:
+    _, run = source
+    copy = Path(shutil.copytree(run.checkpoints / f"step-{STEPS:08d}", tmp_path / name))
+    config = warm(run, str(copy))
+    assert find_source(config).run is None
+    new = begin(config, name)
+    there = checkpoint.at_step(run.checkpoints, STEPS).tensors("model")
+    here = dict(restored(config, new, dataset_of(run)).setup.trainable.model.named_parameters())
+    assert all(torch.equal(here[key], tensor) for key, tensor in there.items())
+
+
+def test_a_run_may_be_given_by_its_folder_and_a_folder_that_is_not_there_is_said_so(
+    source: tuple[Config, RunFolder],
+) -> None:
+    _, run = source
+    assert find_source(warm(run, str(run.path))).run == run.id
+    with pytest.raises(ConfigError, match=r"init_from=/none/such: no such folder"):
+        find_source(warm(run, "/none/such"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "has no tokenizer.json"), ("{", "is no tokenizer.json")]
+)
+def test_a_folder_s_tokenizer_has_to_be_there_and_whole(
+    source: tuple[Config, RunFolder],
+    folder: Path,
+    tmp_path: Path,
+    content: str | None,
+    message: str,
+) -> None:
+    _, run = source
+    other = edited(folder, tmp_path / "other")
+    (other / "tokenizer.json").unlink()
+    if content:
+        (other / "tokenizer.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        find_source(warm(run, str(other)))
 
 
 @pytest.mark.parametrize("form", ["run", "folder"])
@@ -341,16 +385,18 @@ def test_tensors_of_other_shapes_are_refused_by_name(
 
     _, run = source
     cases = {
-        "model.layers.0.mixer.in_proj.weight": torch.zeros(7, 32),
-        "model.layers.0.mixer.A_log": torch.zeros(3),
-        "model.layers.1.mixer.up_proj.weight": torch.zeros(64, 5),
+        "0.mixer.in_proj.weight": (torch.zeros(7, 32), r"in_proj"),
+        "0.mixer.A_log": (torch.zeros(3), r"0\.mamba\.A_log"),
+        "1.mixer.up_proj.weight": (torch.zeros(64, 5), r"1\.ffn\.up"),
     }
-    for number, (name, tensor) in enumerate(cases.items()):
+    for number, (name, (tensor, named)) in enumerate(cases.items()):
         other = edited(folder, tmp_path / str(number))
-        save_file({**read_tensors(folder), name: tensor}, other / "model.safetensors")
+        save_file(
+            {**read_tensors(folder), f"model.layers.{name}": tensor}, other / "model.safetensors"
+        )
         config = warm(run, str(other))
         new = begin(config, f"shape-{number}")
-        with pytest.raises(ConfigError, match=r"in_proj|A_log|up"):
+        with pytest.raises(ConfigError, match=named):
             restored(config, new, dataset_of(run))
 
 
@@ -361,8 +407,7 @@ def test_a_tied_model_begins_from_a_folder_with_a_copied_head(tmp_path: Path) ->
 
     model = HybridModel(shape, seed=4)
     write_model(tmp_path / "tied", model, 10**9)
-    dataset = None  # no tokenizer stands beside these weights
-    tensors = _from_folder(tmp_path / "tied", shape, dataset)  # type: ignore[arg-type]
+    tensors = _from_folder(tmp_path / "tied", shape)
     assert tensors.keys() == dict(model.named_parameters()).keys()
     read = from_nemotron_h(read_tensors(tmp_path / "tied"), read_model_config(tmp_path / "tied"))
     assert torch.equal(read["head.weight"], read["embedding.weight"])
