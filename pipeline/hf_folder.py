@@ -1,7 +1,7 @@
 """Reading a Hugging Face model folder: config.json and safetensors, whole or in shards.
 
-Nothing in such a folder is run or unpickled, and its index names no file outside it (its own links are
-followed: the hub's cache is made of them).
+Nothing in such a folder is run or unpickled, and its index names no file outside it (its own links
+are followed: the hub's cache is made of them).
 """
 
 from __future__ import annotations

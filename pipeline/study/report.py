@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +73,25 @@ def word(holds: bool | None) -> str:
     return {True: "holds", False: "does not hold", None: "cannot be told"}[holds]
 
 
-def downstream(tables: Tables, size: str) -> dict[str, dict[str, float]]:
-    """Mean over seeds of every figure of a run's end, by arm."""
+def downstream(tables: Tables, size: str) -> dict[str, dict[str, str]]:
+    """Every figure of a run's end, by arm: the mean over seeds and its standard error."""
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in tables.rows:
         if row.size == size:
             for name, value in row.figures.items():
                 values[row.arm][name].append(value / UNITS.get(name, 1.0))
     return {
-        arm: {name: float(np.mean(each)) for name, each in figures.items()}
+        arm: {name: _mean(each) for name, each in figures.items()}
         for arm, figures in values.items()
     }
+
+
+def _mean(values: Sequence[float]) -> str:
+    """`1.234`, or `1.234 ± 0.005` of several."""
+    mean = f"{np.mean(values):.3f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {np.std(values, ddof=1) / math.sqrt(len(values)):.3f}"
 
 
 def health(tables: Tables, size: str) -> list[Mapping[str, Any]]:

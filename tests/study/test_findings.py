@@ -12,7 +12,7 @@ from pipeline.curves import Curve
 from pipeline.study import tables as study_tables
 from pipeline.study.fidelity import chosen, rows_of
 from pipeline.study.findings import Findings, find
-from pipeline.study.report import health, lines, write_report
+from pipeline.study.report import downstream, health, lines, write_report
 from tests.study.synthetic import TOKENS, fidelity, study, tables
 
 CLEAR = {"nvfp4": 0.003, "nvfp4_paper": 0.010, "mxfp4": 0.020, "no_rht": 0.0101}
@@ -127,6 +127,20 @@ def test_tables_survive_their_files_and_give_the_same_report(tmp_path: Path) -> 
     assert {path.stem for path in (tmp_path / "a" / "figures").iterdir()} == {
         "loss", "gaps", "sizes", "fidelity",
     }  # fmt: skip
+
+
+def test_figures_of_a_run_s_end_are_means_with_their_errors() -> None:
+    made = tables({"nvfp4": 0.003})
+    rows = tuple(
+        dataclasses.replace(row, figures={"accuracy/a": row.seed / 10}) for row in made.rows
+    )
+    assert downstream(dataclasses.replace(made, rows=rows), "main") == {
+        "bf16": {"accuracy/a": "0.100 ± 0.058"}, "nvfp4": {"accuracy/a": "0.100 ± 0.058"},
+    }  # fmt: skip
+    alone = tuple(row for row in rows if row.seed == 2)
+    assert downstream(dataclasses.replace(made, rows=alone), "main")["bf16"] == {
+        "accuracy/a": "0.200"
+    }
 
 
 def test_one_seed_claims_nothing() -> None:
