@@ -32,10 +32,7 @@ def known(study: StudyConfig, runs: Sequence[StudyRun]) -> Tables:
     planned = {(run.arm, run.size, run.seed): run.configuration for run in runs}
     found = Tables((), {}, ())
     for folder in study.reuse:
-        try:
-            read = tables.read(Path(folder))
-        except (FileNotFoundError, KeyError) as error:
-            raise ConfigError(f"study.reuse={folder}: no tables of a study ({error})") from error
+        read = tables.read(Path(folder))
         here = [row for row in read.rows if _key(row) in planned]
         same = [row for row in here if row.configuration == planned[_key(row)]]
         print(f"study: {len(same)} runs are known from {folder}", flush=True)

@@ -103,9 +103,6 @@ def _with_memory(gathered: tables.Tables, runs: Sequence[StudyRun]) -> tables.Ta
 
 
 def _report_of(folder: Path, study: StudyConfig) -> None:
-    try:
-        read = tables.read(folder)
-    except FileNotFoundError as error:
-        raise ConfigError(f"study.tables={folder}: {error}") from error
+    read = tables.read(folder)
     print("\n".join(lines(write_report(read, study, folder), study)))
     print(f"report   {folder / 'report.html'}")

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.config import ConfigError
 from pipeline.curves import Curve, read_curves
 from pipeline.data.shards import read_manifest
 from pipeline.runs import RunFolder, write_whole
@@ -155,7 +156,16 @@ def write(tables: Tables, folder: Path) -> None:
 
 
 def read(folder: Path) -> Tables:
-    """The tables that `write` left. Raises `FileNotFoundError`."""
+    """The tables that `write` left. Raises `ConfigError`."""
+    try:
+        return _read_all(folder)
+    except (FileNotFoundError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{folder}: no tables of a study as this version writes them ({error!r})"
+        ) from error
+
+
+def _read_all(folder: Path) -> Tables:
     rows = [
         Row(
             run=each["run"],
