@@ -161,7 +161,8 @@ def read(folder: Path) -> Tables:
         return _read_all(folder)
     except (FileNotFoundError, KeyError, ValueError) as error:
         raise ConfigError(
-            f"{folder}: no tables of a study as this version writes them ({type(error).__name__}: {error})"
+            f"{folder}: no tables of a study as this version writes them "
+            f"({type(error).__name__}: {error})"
         ) from error
 
 
