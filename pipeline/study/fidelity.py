@@ -14,8 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pipeline.compare import fidelity
 from pipeline.config import StudyConfig
 from pipeline.fidelity_report import GEMMS, rms
@@ -70,11 +68,14 @@ def _files(run: RunFolder) -> dict[int, Path]:
 
 
 def chosen(steps: Sequence[int]) -> list[int]:
-    """At most `CHECKPOINTS` of the steps, evenly spread, the last one included."""
-    if len(steps) <= CHECKPOINTS:
-        return list(steps)
-    places = np.linspace(0, len(steps) - 1, CHECKPOINTS + 1)[1:]
-    return [steps[round(place)] for place in places]
+    """At most `CHECKPOINTS` of the steps, as evenly spread over the run as they lie."""
+    left, found = list(steps), list[int]()
+    count = min(CHECKPOINTS, len(steps))
+    for place in range(count, 0, -1):  # from the end, which is always one
+        wanted = steps[-1] * place / count
+        found.append(min(left, key=lambda step: abs(step - wanted)))
+        left.remove(found[-1])
+    return sorted(found)
 
 
 def rows_of(result: dict[str, Any]) -> Iterator[dict[str, Any]]:

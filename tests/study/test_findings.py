@@ -182,4 +182,6 @@ def test_fidelity_is_gathered_by_kind_of_linear() -> None:
 
 def test_checkpoints_for_fidelity_are_spread_and_end_with_the_last() -> None:
     assert chosen([5, 9]) == [5, 9]
-    assert chosen([1, 2, 3, 4, 5, 6, 7, 8, 9]) == [3, 5, 7, 9]
+    assert chosen([1, 2, 3, 4, 5, 6, 7, 8, 9]) == [2, 4, 7, 9]
+    assert chosen([244, 342, 391, 400, 489]) == [244, 342, 391, 489]
+    assert chosen([]) == []
