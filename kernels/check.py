@@ -63,8 +63,16 @@ def main() -> int:
     parser.add_argument("--targets", default=",".join(map(str, TARGETS)), help="such as 90,100")
     parser.add_argument("names", nargs="*", help="parts of kernel names; all if none")
     arguments = parser.parse_args()
-    targets = tuple(int(t) for t in arguments.targets.split(","))
-    measurements = check(arguments.names, targets)
+    known = [variant.name for variant in variants()]
+    for name in arguments.names:
+        if not any(name in each for each in known):
+            parser.error(f"no kernel's name holds {name!r}; there are {', '.join(known)}")
+    wanted = arguments.targets.split(",")
+    if not {*wanted} <= {*map(str, TARGETS)}:
+        parser.error(f"--targets={arguments.targets}: choose of {', '.join(map(str, TARGETS))}")
+    measurements = check(arguments.names, tuple(map(int, wanted)))
+    if not measurements:
+        parser.error("none of these kernels is compiled for these targets")
     if arguments.json:
         print(json.dumps({"rows": [m.as_dict() for m in measurements]}, indent=2))
     else:

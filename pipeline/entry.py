@@ -28,7 +28,15 @@ from typing import NoReturn
 
 import yaml
 
-from pipeline.config import Config, ConfigError, PermanentError, UnreachableError, digest, from_dict
+from pipeline.config import (
+    Config,
+    ConfigError,
+    IncompleteError,
+    PermanentError,
+    UnreachableError,
+    digest,
+    from_dict,
+)
 from pipeline.runs import RunFolder, is_locked, root_folder, write_whole
 
 DONE, FAILURE, USER_MISTAKE, TRY_AGAIN = 0, 1, 2, 75
@@ -60,10 +68,12 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 def attempt(config: Config, run: RunFolder) -> int:
     """One attempt at the run; its exit code."""
     from pipeline.train import checkpoint
-    from pipeline.verbs import start
+    from pipeline.verbs import evaluate, start
 
+    trains = "train" in config.stages
+    marker = run.failure if trains else run.eval_failure
     identity = digest(config.to_dict())
-    if why := hopeless(run, identity):
+    if why := hopeless(marker, identity):
         print(f"run {run.id} failed for good and is not tried again: {why}", flush=True)
         return USER_MISTAKE
     steps = checkpoint.steps_in(run.checkpoints)
@@ -72,13 +82,18 @@ def attempt(config: Config, run: RunFolder) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         wait_for_nodes(config)
-        start(config, config.stages)
+        if trains:
+            start(config, config.stages)
+        else:
+            evaluate(config)
+    except IncompleteError as error:  # another attempt would lack the same
+        print(f"incomplete: {error}", file=sys.stderr)
     except UnreachableError as error:
         print(f"error: {error}", file=sys.stderr)
         return TRY_AGAIN
     except (ConfigError, PermanentError) as error:
         run.path.mkdir(parents=True, exist_ok=True)
-        write_whole(run.failure, json.dumps({"error": str(error), "config": identity}))
+        write_whole(marker, json.dumps({"error": str(error), "config": identity}))
         print(f"error: {error}", file=sys.stderr)
         return USER_MISTAKE if isinstance(error, ConfigError) else FAILURE
     except KeyboardInterrupt:
@@ -86,17 +101,17 @@ def attempt(config: Config, run: RunFolder) -> int:
     return DONE
 
 
-def hopeless(run: RunFolder, identity: str) -> str:
+def hopeless(marker: Path, identity: str) -> str:
     """Why this configuration of the run failed for good; "" where it did not.
 
     A marker of another configuration is removed: the mistake may be mended.
     """
-    if not run.failure.is_file():
+    if not marker.is_file():
         return ""
-    marker = json.loads(run.failure.read_text())
-    if marker.get("config", identity) == identity:
-        return str(marker["error"])
-    run.failure.unlink()
+    found = json.loads(marker.read_text())
+    if found.get("config", identity) == identity:
+        return str(found["error"])
+    marker.unlink()
     return ""
 
 

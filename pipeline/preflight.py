@@ -30,7 +30,7 @@ def check(config: Config, stages: tuple[str, ...], run: RunFolder | None = None)
         *_caught(lambda: _check_compiler(config)),
     ]
     if "train" in stages and not problems:
-        problems += _caught(lambda: _check_precision(config))
+        problems += _caught(lambda: _check_precision(config, run))
     away = list(_hardware_problems(config)) if "train" in stages else []
     if problems or away:
         kind = ConfigError if problems else UnreachableError
@@ -111,8 +111,8 @@ def _check_tasks(config: Config) -> None:
     check_tasks(config.evals)
 
 
-def _check_precision(config: Config) -> None:
-    """The model's shapes and the recipe fit, found on a model without memory."""
+def _check_precision(config: Config, run: RunFolder | None) -> None:
+    """The model's shapes and the recipe fit, found on a model without memory; so do checkpoints."""
     import torch
 
     from pipeline.train.build import build_model, build_recipe
@@ -122,11 +122,16 @@ def _check_precision(config: Config) -> None:
         with torch.device("meta"):
             model = build_model(config, torch.device("meta"))
         need = 12 * sum(p.numel() for p in model.parameters()) * (1 + config.train.keep_checkpoints)
+        have = (
+            sum(f.stat().st_size for f in run.checkpoints.rglob("*") if f.is_file()) if run else 0
+        )
         free = shutil.disk_usage(root_folder(config)).free
-        if free < need:
+        if free + have < need:
             raise ConfigError(
                 f"root: {free / 1e9:.2f} GB free, {config.train.keep_checkpoints} checkpoints and "
-                f"one being written take {need / 1e9:.2f} GB; free some, or choose another root=..."
+                f"one being written take {need / 1e9:.2f} GB"
+                + (f", of which {have / 1e9:.2f} GB are there" if have else "")
+                + "; free some, or choose another root=..."
             )
         apply_recipe(
             model, build_recipe(config), num_blocks=len(config.model.pattern), seed=config.seed

@@ -90,9 +90,14 @@ def missing_resources(cluster: ClusterConfig, available: dict[str, float]) -> li
         "CPU": workers * cluster.cpus_per_worker,
         "GPU": workers * cluster.gpus_per_worker,
     }
-    if cluster.accelerator:
-        needs[f"accelerator_type:{cluster.accelerator}"] = 1e-3  # Ray marks each such node with it
-    return [
+    lacking = []
+    # Ray marks each such node with it.
+    if cluster.accelerator and not available.get(f"accelerator_type:{cluster.accelerator}"):
+        lacking = [
+            f"cluster: the Ray cluster has no node with a card that it knows as "
+            f"{cluster.accelerator}; name the one that it has with cluster.accelerator, or null"
+        ]
+    return lacking + [
         f"cluster: {workers} workers need {need:g} {kind}, the Ray cluster has "
         f"{available.get(kind, 0):g}; lower cluster.workers or cluster.min_workers, or add nodes"
         for kind, need in needs.items()

@@ -102,6 +102,11 @@ class RunFolder:
         """Marker of a permanent failure: a job runner's retry stops at it."""
         return self.path / "FAILED.json"
 
+    @property
+    def eval_failure(self) -> Path:
+        """The same of a job that evaluates the run, which says nothing of its training."""
+        return self.path / "FAILED-eval.json"
+
 
 def root_folder(config: Config) -> Path:
     """The absolute folder of all runs and prepared corpora."""

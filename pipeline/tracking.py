@@ -75,9 +75,14 @@ class Tracker:
         self.offline = config.tracking.offline
         self._config, self._root, self._run = config, root, run
         self._state_file = run.path / "tracking.json"
-        self._state: dict[str, Any] = {"run_id": None, "offset": 0, "last_step": {}}
-        if self._state_file.is_file():
-            self._state = json.loads(self._state_file.read_text())
+        self._state: dict[str, Any] = {
+            "run_id": None,
+            "described": False,
+            "offset": 0,
+            "last_step": {},
+        }
+        if self._state_file.is_file():  # one of an earlier version was described at once
+            self._state |= {"described": True, **json.loads(self._state_file.read_text())}
 
     @property
     def mlflow_run_id(self) -> str | None:
@@ -91,6 +96,7 @@ class Tracker:
             client = self._client()
             if self.mlflow_run_id:
                 client.update_run(self.mlflow_run_id, status="RUNNING")
+                self._describe(client, self.mlflow_run_id)
                 self.ship()
                 return
             tags = _tags(self._run)
@@ -100,16 +106,23 @@ class Tracker:
             run = client.create_run(experiment, run_name=self._run.id, tags=tags)
             self._state["run_id"] = run.info.run_id
             self._save_state()
-            parameters = _as_parameters(self._config)
-            for start in range(0, len(parameters), PARAMETERS):
-                chunk = parameters[start : start + PARAMETERS]
-                client.log_batch(run.info.run_id, params=chunk)
-            client.log_artifact(run.info.run_id, str(self._run.config))
+            self._describe(client, run.info.run_id)
         except Exception as error:  # MLflow raises a different class for each kind of store
             raise UnreachableError(
                 f"tracking: the store {self.uri} cannot be used ({first_line(error)}); start it, "
                 "name another with tracking.uri=..., or train without it: tracking.offline=true"
             ) from error
+
+    def _describe(self, client: Any, run_id: str) -> None:
+        """Log parameters and configuration, unless a start before has."""
+        if self._state["described"]:
+            return
+        parameters = _as_parameters(self._config)
+        for start in range(0, len(parameters), PARAMETERS):
+            client.log_batch(run_id, params=parameters[start : start + PARAMETERS])
+        client.log_artifact(run_id, str(self._run.config))
+        self._state["described"] = True
+        self._save_state()
 
     def ship(self) -> None:
         """Send the metrics file's new lines. Raises `TrackingError`; a later call goes on."""

@@ -7,6 +7,7 @@ configuration: only `OVERRIDABLE` sections and keys may be given there.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from pipeline.config import (
     Config,
     ConfigError,
     PermanentError,
+    UnreachableError,
     differences,
     from_dict,
 )
@@ -155,7 +157,7 @@ def generate(raw: dict[str, Any], overrides: list[str]) -> None:
 def track(raw: dict[str, Any], overrides: list[str]) -> None:
     """Send to the tracking store what a run could not send."""
     from pipeline.evaluation.command import send_all
-    from pipeline.tracking import Tracker
+    from pipeline.tracking import Tracker, TrackingError
 
     config, found = _existing(raw, overrides)
     tracker = Tracker(config, root_folder(config), found)
@@ -164,9 +166,12 @@ def track(raw: dict[str, Any], overrides: list[str]) -> None:
     with locked(found):
         tracker.start()
         results = (found.results, found.report, found.figures, found.fidelity)
-        tracker.log_files(*(path for path in results if path.exists()))
-        send_all(config, found, str(tracker.mlflow_run_id))
-        tracker.finish(_mlflow_status(found))
+        try:
+            tracker.log_files(*(path for path in results if path.exists()))
+            send_all(config, found, str(tracker.mlflow_run_id))
+            tracker.finish(_mlflow_status(found))
+        except TrackingError as error:
+            raise UnreachableError(f"{error}; the same command goes on") from error
     print(f"sent to {tracker.uri}, run {tracker.mlflow_run_id}")
 
 
@@ -356,6 +361,7 @@ def _work(config: Config, found: RunFolder, stages: tuple[str, ...], *, again: b
     from pipeline.tracking import Tracker
 
     fresh = not found.config.is_file()
+    before = set(found.path.iterdir()) if found.path.is_dir() else None
     if fresh:
         found.path.mkdir(parents=True, exist_ok=True)
         if config.train.fork_from:
@@ -375,7 +381,7 @@ def _work(config: Config, found: RunFolder, stages: tuple[str, ...], *, again: b
             tracker.start()
         except ConfigError:
             if fresh:
-                shutil.rmtree(found.path)
+                _remove_new(found.path, before)
             raise
         entries = {
             "run_id": found.id,
@@ -407,6 +413,37 @@ def _work(config: Config, found: RunFolder, stages: tuple[str, ...], *, again: b
                     raise
             tracker_safely(lambda: tracker.finish(_mlflow_status(found)))
     _print_end(config, found, tracker.uri)
+
+
+def _remove_new(folder: Path, before: set[Path] | None) -> None:
+    """Leave a folder as it was: with these entries, or (None) not there."""
+    if before is None:
+        shutil.rmtree(folder)
+        return
+    for path in set(folder.iterdir()) - before:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def evaluate(config: Config) -> None:
+    """`eval` for a job: of the run that `name` names, with its own configuration but for where and
+    how it is evaluated. Raises `IncompleteError` where tasks lack their data.
+    """
+    from pipeline.evaluation.command import refuse_incomplete
+
+    found = RunFolder(root_folder(config) / str(config.name))
+    if not found.config.is_file():
+        raise ConfigError(
+            f"name={config.name}: no such run in {root_folder(config)}; train it first"
+        )
+    own = dataclasses.replace(
+        load_config(found),
+        root=config.root,
+        evals=config.evals,
+        tracking=config.tracking,
+        cluster=config.cluster,
+    )
+    _work(own, found, ("eval", "report"), again=True)
+    refuse_incomplete(json.loads(found.results.read_text())["eval"])
 
 
 def _existing(

@@ -188,7 +188,7 @@ def _check_ranges(config: Config) -> None:
         "generate.seed": (config.generate.seed, 0, 2**32),
         "cluster.workers": (cluster.workers, 0, huge),
         "cluster.cpus_per_worker": (cluster.cpus_per_worker, 0, huge),
-        "cluster.gpus_per_worker": (cluster.gpus_per_worker, 0, huge),
+        "cluster.gpus_per_worker": (cluster.gpus_per_worker, 0, 1),  # a worker drives one device
         "cluster.max_failures": (cluster.max_failures, -1, huge),
         "cluster.resize_seconds": (cluster.resize_seconds, 0, huge),
         "cluster.nodes": (cluster.nodes, 1, huge),
@@ -230,7 +230,15 @@ def _hardware_ranges(hardware: HardwareConfig | None) -> dict[str, tuple[float, 
     """A card may lack a format, but nothing else."""
     if hardware is None:
         return {}
+    if len(hardware.capability) != 2:
+        raise ConfigError(
+            f"cluster.hardware.capability={list(hardware.capability)}: give two numbers, [10, 0]"
+        )
     least = {"fp8_tflops": 0, "fp4_tflops": 0, "nvlink_gpus": 1}
+    if tuple(hardware.capability) >= (8, 9):  # since when tensor cores take 8 bits
+        del least["fp8_tflops"]
+    if tuple(hardware.capability) >= (10, 0):
+        del least["fp4_tflops"]
     return {
         f"cluster.hardware.{key}": (number, least.get(key, 1e-3), 1e300)
         for key, number in dataclasses.asdict(hardware).items()

@@ -7,6 +7,7 @@ the same overrides submit, follow and stop it.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import shutil
@@ -20,7 +21,7 @@ import yaml
 
 from pipeline.config import Config, ConfigError, UnreachableError
 from pipeline.entry import training
-from pipeline.kubernetes.manifest import as_yaml, job_name, manifest, pods_of, run_name
+from pipeline.kubernetes.manifest import STAGES, as_yaml, job_name, manifest, pods_of, run_name
 from pipeline.kubernetes.pods import ENTRY
 from pipeline.runs import RunFolder, root_folder
 
@@ -115,6 +116,8 @@ class RayJobs:
         self._config = dataclasses.replace(
             config,
             name=run_name(config),
+            root=str(root_folder(config)),  # a job's working folder is another
+            stages=STAGES[config.manifest.kind],
             cluster=dataclasses.replace(config.cluster, address="auto"),
         )
         self._address = str(config.cluster.address)
@@ -129,11 +132,17 @@ class RayJobs:
                 runtime_env={"working_dir": folder},
                 metadata={"name": self._name},
             )
-        return f"submitted {self._name} as {job} to {self._address}"
+        return f"submitted {self._name} as {job} to {self._address}, root {self._config.root}"
 
     def logs(self) -> Iterator[str]:
-        client, job = self._client(), self._job()
-        yield client.get_job_logs(job.submission_id)
+        lines = self._client().tail_job_logs(self._job().submission_id)
+
+        async def following() -> str | None:
+            return await anext(lines, None)
+
+        with asyncio.Runner() as runner:
+            while (text := runner.run(following())) is not None:
+                yield text
 
     def status(self) -> list[str]:
         job = self._job()
@@ -165,7 +174,8 @@ class RayJobs:
             return JobSubmissionClient(self._address)
         except (ImportError, RuntimeError) as error:
             raise ConfigError(
-                "the Jobs API needs more of Ray: pip install 'nvfp4-pretrain[cluster]'"
+                f"cluster.address={self._address}: {error}. The Jobs API needs more of Ray than "
+                "training: pip install 'nvfp4-pretrain[cluster]'"
             ) from error
         except ConnectionError as error:
             raise UnreachableError(

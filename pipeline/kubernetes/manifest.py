@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.config import ClusterConfig, Config, ConfigError, KubernetesConfig
+from pipeline.config import ClusterConfig, Config, ConfigError, KubernetesConfig, from_dict
 from pipeline.kubernetes import pods as templates
 from pipeline.kubernetes.pods import CONFIG_FILE, ENTRY, PART_OF
 
@@ -61,7 +61,7 @@ def ray_job(
         "activeDeadlineSeconds": pods.deadline_hours * 3600,
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": 600,
-        "submitterPodTemplate": templates.submitter(pods),
+        "submitterPodTemplate": templates.submitter(pods, metadata["name"]),
         "rayClusterSpec": cluster,
     }
     if config.manifest.kind == "eval" and config.cluster.gpus_per_worker:
@@ -115,7 +115,11 @@ def within_cluster(config: Config) -> Config:
     cluster, tracking = config.cluster, config.tracking
     if kind == "eval":
         cluster = dataclasses.replace(
-            cluster, nodes=1, workers=cluster.workers // cluster.nodes, address="auto"
+            cluster,
+            nodes=1,
+            workers=cluster.workers // cluster.nodes,
+            min_workers=None,
+            shard=1,
         )
     if "@" in (tracking.uri or ""):
         raise ConfigError(
@@ -125,7 +129,7 @@ def within_cluster(config: Config) -> Config:
     if tracking.uri is None and not tracking.offline:
         uri = f"http://mlflow.{pods.namespace}.svc:5000"
         tracking = dataclasses.replace(tracking, uri=uri)
-    return dataclasses.replace(
+    inside = dataclasses.replace(
         config,
         name=run_name(config),
         root=f"{pods.storage_path}/runs",
@@ -134,6 +138,7 @@ def within_cluster(config: Config) -> Config:
         tracking=tracking,
         resume=False,
     )
+    return from_dict(inside.to_dict())  # as the pods will read it
 
 
 def run_name(config: Config) -> str:

@@ -69,20 +69,19 @@ def worker(
     if imex:
         spec["resourceClaims"] = [{"name": "imex", "resourceClaimTemplateName": imex}]
         container["resources"]["claims"] = [{"name": "imex"}]
-    if imex and pods.queue:
-        template["metadata"]["annotations"] = {
-            "kueue.x-k8s.io/podset-preferred-topology": "nvidia.com/gpu.clique"
-        }
+    if pods.compute_domain and pods.queue:  # racks' flavor admits only who asks for a place
+        level = "nvidia.com/gpu.clique" if imex else "kubernetes.io/hostname"
+        template["metadata"]["annotations"] = {"kueue.x-k8s.io/podset-preferred-topology": level}
     return template
 
 
-def submitter(pods: KubernetesConfig) -> dict[str, Any]:
+def submitter(pods: KubernetesConfig, job: str) -> dict[str, Any]:
     """The pod in which KubeRay hands the job over and follows its log."""
     container = _container(pods, "submitter", {"cpu": "1", "memory": "2Gi"})
     container.pop("lifecycle")
     container["volumeMounts"] = [{"name": "tmp", "mountPath": "/tmp"}]
     return {
-        "metadata": {"labels": PART_OF | {"app.kubernetes.io/component": "submitter"}},
+        "metadata": {"labels": _labels(job, "submitter")},
         "spec": _spec(pods, container, pods.head_arch)
         | {"volumes": [_scratch()], "terminationGracePeriodSeconds": 30},
     }
@@ -138,8 +137,16 @@ def _template(
         _scratch(),
     ]
     return {
-        "metadata": {"labels": PART_OF | {"app.kubernetes.io/component": part}},
+        "metadata": {"labels": _labels(config_map, part)},
         "spec": _spec(pods, container, arch) | {"volumes": volumes},
+    }
+
+
+def _labels(job: str, part: str) -> dict[str, str]:
+    """KubeRay gives pods no label of their job's: `status` finds them by these."""
+    return PART_OF | {
+        "app.kubernetes.io/instance": job,
+        "app.kubernetes.io/component": part,
     }
 
 

@@ -57,7 +57,7 @@ def layout_of(config: Config) -> Layout:
     workers = max(config.cluster.workers, 1)
     shards = min(config.cluster.shard or workers, workers)
     gather, each = config.cluster.fp4_gather, config.cluster.scatter_each_micro_batch
-    return Layout(workers // shards, shards, gather, each)
+    return Layout(workers // shards, shards, gather, each, config.train.reproducible)
 
 
 def batch_of(config: Config, length: int) -> Batch:

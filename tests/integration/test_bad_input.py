@@ -12,6 +12,7 @@ import pytest
 
 from pipeline import preflight
 from pipeline.config import ConfigError
+from pipeline.runs import RunFolder, load_config
 from pipeline.train.metrics import final_records
 from tests.integration.runs import SHORT, Run, pipeline
 from tests.pipeline.test_config import composed
@@ -78,6 +79,21 @@ def test_a_full_disk_is_told_before_any_work(
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage(1, 1, 1_000_000))
     with pytest.raises(ConfigError, match=r"0\.00 GB free"):
         preflight.check(composed(f"root={tmp_path}"), ("train",))
+
+
+def test_checkpoints_that_are_there_need_no_more_room(
+    finished: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    run = RunFolder(finished.folder)
+    config = load_config(run)
+    have = sum(file.stat().st_size for file in run.checkpoints.rglob("*") if file.is_file())
+    one = have // len(list(run.checkpoints.iterdir()))
+    room = (config.train.keep_checkpoints + 1) * one - have + 1_000_000
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage(1, 1, room))
+    preflight.check(config, ("train",), run)
+    with pytest.raises(ConfigError, match="GB free"):
+        preflight.check(config, ("train",))
 
 
 def test_a_run_in_use_is_not_touched_by_a_second_process(finished: Run) -> None:

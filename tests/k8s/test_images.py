@@ -32,3 +32,10 @@ def test_the_base_is_pinned_and_the_user_is_not_root(file: Path) -> None:
     users = [line.split()[1] for line in lines if line.startswith("USER ")]
     assert users
     assert users[-1].split(":")[0] not in ("root", "0")
+
+
+def test_the_cuda_image_can_compile_what_triton_compiles_at_run_time() -> None:
+    (file,) = (file for file in DOCKERFILES if file.suffix == ".cuda")
+    last = file.read_text().rpartition("\nFROM ")[2]
+    (packages,) = re.findall(r"apt-get install (.*)", last)
+    assert {"g++", "python3.12-dev"} <= set(packages.split())

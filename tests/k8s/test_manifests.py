@@ -179,6 +179,52 @@ def test_racks_get_an_imex_channel_and_others_do_not() -> None:
         assert "ComputeDomain" not in {item["kind"] for item in other}
 
 
+@pytest.mark.parametrize(
+    ("overlay", "kind", "overrides", "level"),
+    [
+        ("gb200", "train", (), "nvidia.com/gpu.clique"),
+        ("gb200", "train", ("cluster.nodes=1",), "kubernetes.io/hostname"),
+        ("gb300", "eval", (), "kubernetes.io/hostname"),
+        ("gb200", "train", ("+cluster.kubernetes.queue=null",), None),
+        ("h100", "train", (), None),
+    ],
+)
+def test_a_flavor_with_a_topology_admits_the_racks_workers_and_others_have_none(
+    overlay: str, kind: str, overrides: tuple[str, ...], level: str | None
+) -> None:
+    job = of_kind(rendered(overlay, kind, *overrides), "RayJob")["spec"]
+    notes = workers(job)["template"]["metadata"].get("annotations", {})
+    assert notes.get("kueue.x-k8s.io/podset-preferred-topology") == level
+    (topology,) = (item for item in files() if item["kind"] == "Topology")
+    assert level is None or level in [each["nodeLabel"] for each in topology["spec"]["levels"]]
+    patches = yaml.safe_load((K8S / "overlays" / overlay / "kustomization.yaml").read_text())
+    removed = "op: remove, path: /spec/topologyName" in str(patches["patches"])
+    assert removed == (overlay == "h100")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_status_selects_all_pods_of_a_job(kind: str) -> None:
+    objects = rendered("gb200", kind)
+    body = objects[-1]
+    name = body["metadata"]["name"]
+    spec = body["spec"] if kind == "cluster" else body["spec"]["rayClusterSpec"]
+    templates = [spec["headGroupSpec"]["template"], spec["workerGroupSpecs"][0]["template"]]
+    if kind != "cluster":
+        templates.append(body["spec"]["submitterPodTemplate"])
+    for template in templates:
+        assert template["metadata"]["labels"]["app.kubernetes.io/instance"] == name
+
+
+@pytest.mark.parametrize(
+    "overrides", [("cluster.shard=8",), ("cluster.min_workers=32",), ("cluster.nodes=2",)]
+)
+def test_the_pods_can_read_what_an_evaluation_gives_them(overrides: tuple[str, ...]) -> None:
+    data = of_kind(rendered("gb200", "eval", *overrides), "ConfigMap")["data"]
+    config = from_dict(yaml.safe_load(data["config.yaml"]))
+    assert (config.cluster.nodes, config.cluster.workers) == (1, 4)
+    assert config.stages == ("eval", "report")
+
+
 def test_an_evaluation_takes_one_node_and_runs_on_its_gpu() -> None:
     spec = of_kind(rendered("gb200", "eval"), "RayJob")["spec"]
     assert workers(spec)["replicas"] == 1

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
+from kernels import check
+
 pytestmark = pytest.mark.slow
 
 FIGURES = Path(__file__).with_name("figures.json")
@@ -47,6 +49,17 @@ def test_nothing_spills_and_every_instruction_is_there(measured: list[dict[str, 
         assert not row["problems"], (row["kernel"], row["target"], row["problems"])
         assert row["stack_bytes"] == row["spill_bytes"] == 0
         assert row["required_instructions_present"]
+
+
+@pytest.mark.parametrize("mistake", [("rowcoll",), ("--targets", "91"), ("--targets", "new")])
+def test_a_check_of_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mistake: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["check", *mistake])
+    with pytest.raises(SystemExit) as end:
+        check.main()
+    assert end.value.code == 2
+    assert mistake[-1] in capsys.readouterr().err
 
 
 def test_no_figure_got_worse(measured: list[dict[str, Any]]):

@@ -19,6 +19,7 @@ from pipeline.config import (
     ClusterConfig,
     Config,
     ConfigError,
+    IncompleteError,
     KubernetesConfig,
     PermanentError,
     SourceConfig,
@@ -77,6 +78,32 @@ def test_a_mended_configuration_is_tried_again(
     mended, _ = named(tmp_path, seed=7)
     assert entry.attempt(mended, run) == entry.DONE
     assert not run.failure.exists()
+
+
+def test_a_job_that_evaluates_says_nothing_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, run = named(tmp_path)
+    judge = dataclasses.replace(config, stages=("eval", "report"))
+    monkeypatch.setattr(verbs, "start", failing(PermanentError("diverged")))
+    assert entry.attempt(judge, run) == entry.USER_MISTAKE  # there is no such run to evaluate
+    assert "no such run" in capsys.readouterr().err
+    assert run.eval_failure.is_file()
+    assert not run.failure.exists()
+    assert entry.attempt(config, run) == entry.FAILURE
+    run.eval_failure.unlink()
+    evaluated: list[Config] = []
+    monkeypatch.setattr(verbs, "evaluate", evaluated.append)
+    assert entry.attempt(judge, run) == entry.DONE
+    assert evaluated == [judge]
+    assert run.failure.is_file()  # still no retry trains what diverged
+
+    def lacking(_: Config) -> None:
+        raise IncompleteError("no data of mmlu")
+
+    monkeypatch.setattr(verbs, "evaluate", lacking)
+    assert entry.attempt(judge, run) == entry.DONE
+    assert "incomplete: no data of mmlu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["seed: [", "seed: 0", "nothing: 1"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,3 +107,30 @@ def test_a_ray_cluster_takes_jobs_too() -> None:
     assert isinstance(jobs_of(composed("cluster.address=http://127.0.0.1:8265")), RayJobs)
     with pytest.raises(ConfigError, match=r"cluster\.kubernetes"):
         jobs_of(composed())
+
+
+def test_what_a_ray_cluster_is_handed_says_where_and_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: dict[str, Any] = {}
+
+    class Client:
+        def submit_job(self, entrypoint: str, runtime_env: dict, metadata: dict) -> str:
+            text = Path(runtime_env["working_dir"], "config.yaml").read_text()
+            handed.update(yaml.safe_load(text))
+            return "job-1"
+
+        async def tail_job_logs(self, submission_id: str) -> AsyncIterator[str]:
+            for line in ("step 1\n", "step 2\n"):
+                yield line
+
+    monkeypatch.setattr(RayJobs, "_client", lambda _: Client())
+    monkeypatch.setattr(RayJobs, "_job", lambda _: SimpleNamespace(submission_id="job-1"))
+    monkeypatch.chdir(tmp_path)
+    asked = ("cluster=cpu2", "cluster.address=http://127.0.0.1:8265", "name=mine")
+    for kind, stages in (("train", ["prepare", "train"]), ("eval", ["eval", "report"])):
+        jobs = jobs_of(composed(*asked, f"manifest.kind={kind}"))
+        assert f"root {tmp_path / 'runs'}" in jobs.submit()
+        assert handed["root"] == str(tmp_path / "runs")  # a job's working folder is another
+        assert handed["stages"] == stages
+    assert list(jobs.logs()) == ["step 1\n", "step 2\n"]

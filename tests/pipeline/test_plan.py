@@ -119,6 +119,9 @@ def test_auto_finds_the_fewest_nodes_that_fit() -> None:
         (["plan.price=-1"], "plan.price"),
         (["plan.corpus_tokens={nosuch: 1}"], "no such source"),
         (["cluster.hardware.bf16_tflops=0"], "bf16_tflops"),
+        (["cluster.hardware.fp4_tflops=0"], "fp4_tflops"),
+        (["cluster.hardware.capability=[10]"], "capability"),
+        (["cluster.gpus_per_worker=2"], "gpus_per_worker"),
     ],
 )
 def test_the_impossible_is_refused_by_name(overrides: list[str], message: str) -> None:

@@ -207,6 +207,10 @@ def test_communication_is_what_the_rings_send() -> None:
     }
     once = formulas.communication(parameters, gathered, Layout(2, 4, scatter_each=False), 3)
     assert once["scatter gradients"] == 3 / 4 * 4 * parameters
+    integers = formulas.communication(parameters, gathered, Layout(2, 4, reproducible=True), 3)
+    assert integers["scatter gradients"] == 2 * both["scatter gradients"]
+    assert integers["all-reduce gradients"] == 2 * both["all-reduce gradients"]
+    assert integers["gather weights"] == both["gather weights"]
 
 
 def test_weights_are_gathered_in_the_precision_that_their_linears_read() -> None:

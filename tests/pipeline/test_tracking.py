@@ -133,6 +133,26 @@ def test_a_batch_that_is_sent_again_is_stored_once(run: RunFolder) -> None:
     assert [step for step, _ in stored(run, mine)] == [1, 2, 3]
 
 
+def test_parameters_that_a_start_could_not_log_are_logged_by_the_next(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object, **__: object) -> None:
+        raise OSError("the store went away")
+
+    mine = tracker(run)
+    with monkeypatch.context() as patched:
+        patched.setattr(MlflowClient, "log_batch", away)
+        with pytest.raises(ConfigError, match="the store went away"):
+            mine.start()
+    again = tracker(run)
+    again.start()
+    assert again.mlflow_run_id == mine.mlflow_run_id
+    assert MlflowClient(again.uri).get_run(again.mlflow_run_id).data.params
+    with monkeypatch.context() as patched:
+        patched.setattr(MlflowClient, "log_batch", away)  # they are not logged a second time
+        tracker(run).start()
+
+
 def test_a_child_stands_below_its_parent(run: RunFolder) -> None:
     mine = tracker(run)
     mine.start()

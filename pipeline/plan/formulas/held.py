@@ -16,6 +16,7 @@ from quant.recipe import Operand
 
 FP32, BF16 = 4, 2
 MASTER = GRADIENT = FP32
+INTEGER_SUM = 8  # of an element of a gradient that is summed reproducibly
 MOMENTS = 2 * FP32  # AdamW's two
 
 
@@ -186,12 +187,19 @@ class Layout:
     """How parameters lie on GPUs: `replicas` groups of `shards` GPUs, each group with all.
 
     fp4_gather, scatter_each: `cluster.fp4_gather` and `cluster.scatter_each_micro_batch`.
+    reproducible: `train.reproducible`, whose sums of gradients are 64-bit integers.
     """
 
     replicas: int
     shards: int
     fp4_gather: bool = True
     scatter_each: bool = True
+    reproducible: bool = False
+
+    @property
+    def summed_bytes(self) -> int:
+        """Of an element of a gradient as it is summed over GPUs."""
+        return INTEGER_SUM if self.reproducible else GRADIENT
 
     @property
     def gpus(self) -> int:
@@ -228,14 +236,14 @@ def memory(
     return {
         "weights": MASTER * held,
         "quantized weights": caches,
-        "gradients": GRADIENT * held + whole,
+        "gradients": GRADIENT * held + whole + (INTEGER_SUM * held if layout.reproducible else 0),
         "optimizer": MOMENTS * held,
         "saved activations": saved_activations(shape, linears, batch, checkpointing)
         + attention_mask_bytes(shape, batch),
         "recomputed block": recomputed,
         "logits": logits_bytes(shape, batch),
         "weights in use": BF16 * largest + gathered,
-        "flat gradients": GRADIENT * held if layout.replicas > 1 else 0,
+        "flat gradients": layout.summed_bytes * held if layout.replicas > 1 else 0,
     }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from model.config import ModelConfig
 from pipeline.config import HardwareConfig
-from pipeline.plan.formulas.held import BF16, FP32, GRADIENT, Layout
+from pipeline.plan.formulas.held import BF16, FP32, Layout
 from pipeline.plan.linears import Kinds
 from quant.formats import NVFP4_2D
 from quant.linear import in_mode
@@ -43,7 +43,7 @@ def communication(
     """Bytes that a GPU sends in a step, by collective; rings.
 
     gathered: bytes of all weights as a gather moves them (`gathered_bytes`). Shards are gathered
-        for the forward pass and again for the backward pass of every micro-batch; FP32 gradients
+        for the forward pass and again for the backward pass of every micro-batch; gradients
         are scattered after each, or once a step, and summed over the replicas once.
     """
     s, r = layout.shards, layout.replicas
@@ -52,9 +52,9 @@ def communication(
     if s > 1:
         sent["gather weights"] = 2 * micro_batches * away * gathered
         scatters = micro_batches if layout.scatter_each else 1
-        sent["scatter gradients"] = scatters * away * GRADIENT * parameters
+        sent["scatter gradients"] = scatters * away * layout.summed_bytes * parameters
     if r > 1:
-        sent["all-reduce gradients"] = 2 * between * GRADIENT * parameters / s
+        sent["all-reduce gradients"] = 2 * between * layout.summed_bytes * parameters / s
     return sent
 
 
