@@ -7,6 +7,7 @@ put `NVFP4_TUNE` on a shared disk.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -41,8 +42,10 @@ def folder() -> Path:
 
 
 def path(card: str) -> Path:
-    """The file of a card, under the versions that decide its speed."""
-    versions = f"{card} torch {torch.__version__} cuda {torch.version.cuda}"
+    """The file of a card, under the versions that decide its speed; our own kernel's is its text's,
+    which also says what a tiling's index means."""
+    kernel = hashlib.sha256(Path(__file__).with_name("gemm.py").read_bytes()).hexdigest()[:8]
+    versions = f"{card} torch {torch.__version__} cuda {torch.version.cuda} gemm {kernel}"
     return folder() / f"gemm_{re.sub('[^A-Za-z0-9.]+', '_', versions)}.json"
 
 

@@ -116,8 +116,6 @@ class QuantLinear(nn.Linear):
         name: the linear's name in the model.
         index: its position among all the model's linears, which names its random bits.
         recipes: its recipe in every mode.
-        weight_amax: FP32 scalar to quantize the weight with in place of its own amax, where the
-            weight is a shard; None otherwise.
         input_amax: FP32 scalar to quantize the inputs of Fprop with in place of each tensor's own
             amax, for inference that does not depend on what is computed together (larger elements
             saturate); None otherwise. Serves formats with a global scale alone.
@@ -133,7 +131,6 @@ class QuantLinear(nn.Linear):
         self.train(linear.training)
         self.name, self.index = name, index
         self.recipes = {mode: in_mode(recipe, mode) for mode in MODES}
-        self.weight_amax: Tensor | None = None
         self.input_amax: Tensor | None = None
         self.cache = WeightCache()
         self.shared = shared
@@ -357,7 +354,6 @@ class _Call:
             in_bf16 = bf16_operand(w_NK)
             return in_bf16.transpose() if transposed else in_bf16
         layer = self.layer
-        amax = layer.weight_amax if format.has_global_scale else None
         kept = layer.keeps_codes
         along_n = transposed and (kept or not format.is_2d)
         q, made = layer.cache.get(
@@ -365,7 +361,6 @@ class _Call:
             format,
             along_n=along_n,
             step=self.moment.step,
-            amax=amax,
             swizzled=kept,
             dtype=layer.weight_dtype,
         )

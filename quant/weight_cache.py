@@ -16,7 +16,7 @@ from quant.quantize import QuantizedTensor, quantize
 
 
 class WeightCache:
-    """The quantized copies of one weight: a whole one, or one rank's shard of it.
+    """The quantized copies of one weight.
 
     A copy is made at its first use. All are dropped as soon as the weight is another: changed in
     place (an optimizer step, a load), replaced, moved, or used in another step. A caller that
@@ -49,7 +49,6 @@ class WeightCache:
         *,
         along_n: bool,
         step: int | None,
-        amax: Tensor | None = None,
         swizzled: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> tuple[QuantizedTensor, bool]:
@@ -59,12 +58,11 @@ class WeightCache:
             w_NK: FP32 or BF16.
             along_n: True for the transposed weight [K, N], with its blocks along N.
             step: the optimizer step.
-            amax: FP32 scalar of the whole weight where `w_NK` is a shard of it.
             swizzled: keep the block scales as tensor cores read them; and of square blocks, the
                 transposed copy beside the other, as one pass makes both.
             dtype: what the weight is rounded to first.
         """
-        key = (step, w_NK.data_ptr(), w_NK._version, w_NK.shape, w_NK.dtype, _identity(amax))
+        key = (step, w_NK.data_ptr(), w_NK._version, w_NK.shape, w_NK.dtype)
         if key != self._key:
             self.clear()
             # Held, so that no other weight can take its address and pass for it.
@@ -76,14 +74,9 @@ class WeightCache:
         if dtype != torch.float32:
             w_NK = w_NK.detach().to(dtype)
         if swizzled and format.is_2d:
-            pair = quantize_weight(w_NK, format, amax, swizzled=True)
+            pair = quantize_weight(w_NK, format, swizzled=True)
             self._copies[format, False], self._copies[format, True] = pair
         else:
             source = w_NK.t() if along_n else w_NK
-            self._copies[slot] = quantize(source, format, amax=amax, swizzled=swizzled)
+            self._copies[slot] = quantize(source, format, swizzled=swizzled)
         return self._copies[slot], made
-
-
-def _identity(amax: Tensor | None) -> Hashable:
-    """Tells one given amax from another without reading it."""
-    return None if amax is None else (amax.data_ptr(), amax._version)

@@ -334,6 +334,8 @@ class KubernetesConfig:
     storage_claim: str = "runs"  # a volume that all pods write; the run's root lies on it
     storage_path: str = "/data"
     tracking_secret: str | None = "mlflow-client"  # MLFLOW_TRACKING_USERNAME, _PASSWORD
+    env_secret: str | None = None  # a Secret of environment variables: AWS_ACCESS_KEY_ID, HF_TOKEN
+    hub: bool = False  # whether pods may ask the Hugging Face hub
     retries: int = 20  # of the whole job, each on a new Ray cluster
     deadline_hours: int = 24 * 90
     grace_seconds: int = 900  # between SIGTERM and SIGKILL: a step and a checkpoint fit in

@@ -113,7 +113,7 @@ def _pack(layer: QuantLinear, input_amax: Tensor) -> PackedLinear:
     weight = layer.weight.detach().to(layer.weight_dtype)
     format = layer.recipes["recipe"].weight.spec
     assert format is not None
-    amax = amax_of(weight) if layer.weight_amax is None else layer.weight_amax
+    amax = amax_of(weight)
     q = quantize(weight, format, amax=amax)
     return PackedLinear(q, amax, input_amax)
 

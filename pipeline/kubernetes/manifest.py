@@ -199,7 +199,14 @@ def _check_pods(pods: KubernetesConfig) -> None:
         "head_memory": (quantity, "an amount as 128Gi"),
         "storage_path": (r"/\S+", "an absolute path"),
         **dict.fromkeys(
-            ("namespace", "storage_claim", "queue", "priority_class", "tracking_secret"),
+            (
+                "namespace",
+                "storage_claim",
+                "queue",
+                "priority_class",
+                "tracking_secret",
+                "env_secret",
+            ),
             (label, "lowercase letters, digits and '-'"),
         ),
     }

@@ -100,9 +100,10 @@ def _container(pods: KubernetesConfig, name: str, resources: dict[str, str]) -> 
             {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
             {"name": "RAY_TRAIN_ENABLE_STATE_TRACKING", "value": "0"},
             {"name": "MLFLOW_DISABLE_TELEMETRY", "value": "true"},
-            {"name": "HF_HUB_OFFLINE", "value": "1"},
+            {"name": "HF_HUB_OFFLINE", "value": "0" if pods.hub else "1"},
             *_credentials(pods),
         ],
+        "envFrom": [{"secretRef": {"name": name}} for name in (pods.env_secret,) if name],
         "volumeMounts": [
             {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
             {"name": "storage", "mountPath": pods.storage_path},

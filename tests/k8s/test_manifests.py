@@ -202,6 +202,21 @@ def test_a_flavor_with_a_topology_admits_the_racks_workers_and_others_have_none(
     assert removed == (overlay == "h100")
 
 
+def test_credentials_come_from_a_secret_and_the_hub_is_asked_only_where_it_may_be() -> None:
+    for overrides, secret, offline in (
+        ((), [], "1"),
+        (
+            ("+cluster.kubernetes.env_secret=corpus", "+cluster.kubernetes.hub=true"),
+            [{"secretRef": {"name": "corpus"}}],
+            "0",
+        ),
+    ):
+        job = of_kind(rendered("gb200", "train", *overrides), "RayJob")["spec"]
+        (container,) = workers(job)["template"]["spec"]["containers"]
+        assert container["envFrom"] == secret
+        assert {"name": "HF_HUB_OFFLINE", "value": offline} in container["env"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_status_selects_all_pods_of_a_job(kind: str) -> None:
     objects = rendered("gb200", kind)
