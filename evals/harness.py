@@ -126,7 +126,8 @@ def run_task(
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
     """What `run_task` wrote for one task."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8", newline="\n") as file:  # text may hold other line ends
+        return [json.loads(line) for line in file]
 
 
 def clustered_error(values: Sequence[float], clusters: Sequence[Hashable]) -> float:
@@ -216,11 +217,11 @@ def _part(
 
 
 def _headline(metrics: Mapping[str, float], wanted: str | None) -> str:
-    """The metric that a task is judged by. Raises `ValueError` where the wanted one is missing."""
+    """The metric that a task is judged by. Raises `TaskUnavailableError` where that is missing."""
     own = [name for name in metrics if "_stderr" not in name]
     if wanted is not None:
         if wanted not in metrics:
-            raise ValueError(f"metric {wanted!r}: the task gives {', '.join(own)}")
+            raise TaskUnavailableError(f"no metric {wanted!r}; the task gives {', '.join(own)}")
         return wanted
     for name in HEADLINES:
         for candidate in own:

@@ -71,7 +71,7 @@ def isolation() -> str:
     if not harmless.passed or talkative.passed:
         raise SandboxUnavailableError(
             "code that the model wrote is not run: this machine grants no Landlock and seccomp "
-            f"({harmless.reason or 'a socket was opened'}); Linux 5.13 or later has both"
+            f"({harmless.reason or 'a socket was opened'}); Linux 6.2 or later has both"
         )
     return " + ".join(("Landlock", "seccomp", *(("network namespace",) if _namespace() else ())))
 
@@ -103,7 +103,7 @@ def _run(source: str, limits: Limits) -> Outcome:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "TMPDIR": str(folder)},
-                process_group=0,
+                start_new_session=True,  # without the user's terminal
             )
             try:
                 process.communicate(token.encode(), limits.seconds)

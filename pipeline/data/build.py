@@ -224,6 +224,8 @@ def _describe(
             if kind != DOCUMENT:
                 items[source][kind] += count
         batches.append(batch.filter(pc.equal(batch["status"], DOCUMENT)).drop_columns("status"))
+    if not batches:
+        raise ConfigError("data.sources: no file holds a row")
     kept = pa.Table.from_batches(batches)
     id_N = kept["id"].to_numpy()
     documents = Documents(

@@ -107,11 +107,11 @@ def _download(packages: Sequence[Package], folder: Path) -> dict[Package, Path]:
     """The packages' archives; those that cannot be had are named and left out."""
     archives: dict[Package, Path] = {}
     names = {} if all(package.npm for package in packages) else _debian_names(packages)
-    for package in packages:
+    for number, package in enumerate(packages):
         command = ["npm", "pack", "--silent", package.name] if package.npm else []
         if not package.npm and package in names:
             command = ["apt-get", "download", "--quiet", names[package]]
-        into = folder / str(len(archives))
+        into = folder / str(number)
         into.mkdir()
         if not command or shutil.which(command[0]) is None:
             print(f"left out: {package.name} is not available here", flush=True)

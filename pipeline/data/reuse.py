@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.config import DataConfig, digest
 from pipeline.data.files import link
 from pipeline.data.selection import Documents, Rows, Selection
-from pipeline.data.shards import DataError, read_manifest
+from pipeline.data.shards import DataError, file_sha256, read_manifest
 
 _PIECE = 65_536  # documents
 
@@ -63,9 +63,10 @@ def link_files(entry: Mapping[str, Any], source: Path, target: Path) -> None:
 
 
 def _is_whole(folder: Path, entry: Mapping[str, Any]) -> bool:
+    """Read through: a damaged shard would otherwise pass from corpus to corpus."""
     return all(
         (folder / described["file"]).is_file()
-        and (folder / described["file"]).stat().st_size == described["size"]
+        and file_sha256(folder / described["file"]) == described["sha256"]
         for described in _files(entry)
     )
 

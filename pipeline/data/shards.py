@@ -226,7 +226,10 @@ class Dataset:
         for shard in range(first, last + 1):
             before = sum(entry["documents"] for entry in shards[:shard])
             file = self.folder / shards[shard]["offsets"]["file"]
-            offsets = np.memmap(file, "<u8", mode="r").astype(np.int64) + borders[shard]
+            try:
+                offsets = np.fromfile(file, "<u8").astype(np.int64) + borders[shard]
+            except OSError as error:
+                raise DataError(f"{file}: cannot be read ({error}); {REMEDY}") from error
             low = max(int(np.searchsorted(offsets, start, side="right")) - 1, 0)
             high = int(np.searchsorted(offsets[:-1], start + count, side="left"))
             found += [

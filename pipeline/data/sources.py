@@ -32,6 +32,7 @@ from pipeline.data.document import (
     DOCUMENT,
     EMPTY,
     FILTERED,
+    INVALID_UTF8,
     MALFORMED,
     MAX_DOCUMENT_BYTES,
     TOO_LONG,
@@ -48,7 +49,7 @@ ENDINGS = {
     "parquet": (".parquet",),
     "huggingface": (".arrow", ".parquet"),  # a folder of `save_to_disk`, or a name on the hub
 }
-VERSION = 1  # of the reading: raise it when the same files would give other documents
+VERSION = 2  # of the reading: raise it when the same files would give other documents
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 _TASK_BYTES = 32 << 20  # of input files, about
 _TASK_FILES = 2000
@@ -112,7 +113,8 @@ def check_sources(data: DataConfig) -> None:
                 raise ConfigError(
                     f"{key}.format: no format {source.format!r}; {nearest(source.format, ENDINGS)}"
                 )
-            _check_columns(source, list_files(source, key)[0].uri, key)
+            first = next(file for file in list_files(source, key) if file.size)
+            _check_columns(source, first.uri, key)
         elif source.filters:
             raise ConfigError(f"{key}.filters: a builtin source has no columns")
         elif source.builtin not in BUILTIN:
@@ -139,15 +141,14 @@ def list_files(source: SourceConfig, key: str) -> list[InputFile]:
     """The source's files, sorted, each once. Raises `ConfigError` for a place without any."""
     files: dict[str, InputFile] = {}
     for uri in source.uris:
-        found = _list_uri(uri, ENDINGS[source.format], key)
+        found = _list_uri(uri, ENDINGS[source.format], f"{key}.uris")
         if all(file.size == 0 for file in found):
             endings = " or ".join(f"*{ending}" for ending in ENDINGS[source.format])
             raise ConfigError(
                 f"{key}.uris: no {source.format} file ({endings}) with anything in it at {uri}"
             )
-        files |= {file.uri: file for file in found}
-    if source.format == "huggingface":
-        files = _training_split(files)
+        listed = {file.uri: file for file in found}
+        files |= _training_split(listed) if source.format == "huggingface" else listed
     return [files[uri] for uri in sorted(files)]
 
 
@@ -231,7 +232,7 @@ def _all_items(task: ReadTask) -> Iterator[tuple[int, Item]]:
         try:
             for row, item in enumerate(_read_input(task.config, name)):
                 yield _item_id(task.source, file, row), item
-        except (OSError, ValueError) as error:  # pyarrow's errors are among these
+        except (OSError, ValueError, KeyError, pa.ArrowException) as error:
             raise ConfigError(
                 f"{name}: cannot be read as {task.config.format}, column "
                 f"{task.config.text_column!r}: {error}"
@@ -296,10 +297,10 @@ def _json_item(line: bytes, column: str, filters: tuple[Filter, ...]) -> Item:
     if len(line) >= 8 * MAX_DOCUMENT_BYTES:
         return Item(TOO_LONG)
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode("utf-8-sig"))  # of bytes json would guess the encoding
         text = record[column]
     except UnicodeDecodeError:
-        return from_bytes(line)
+        return Item(INVALID_UTF8)
     except (ValueError, KeyError, TypeError, RecursionError):
         return Item(MALFORMED)
     if not all(one.keeps(record) for one in filters):
@@ -314,7 +315,8 @@ def _read_table(uri: str, source: SourceConfig) -> Iterator[Item]:
     with _open(uri) as file:
         for batch in _batches(file, uri, columns):
             texts = batch.column(source.text_column).cast(pa.large_binary())
-            others = batch.select(columns[1:] if filters else []).to_pylist()
+            here = [one.column for one in filters if one.column in batch.schema.names]
+            others = batch.select(list(dict.fromkeys(here))).to_pylist()
             for row, value in enumerate(texts):
                 raw = value.as_py()
                 if not all(one.keeps(others[row]) for one in filters):
@@ -328,7 +330,8 @@ def _batches(file: Any, uri: str, columns: list[str]) -> Iterator[pa.RecordBatch
         with pa.ipc.open_stream(file) as stream:
             for batch in stream:
                 for start in range(0, len(batch), _TABLE_ROWS):
-                    yield batch.slice(start, _TABLE_ROWS).select(columns)
+                    here = [name for name in columns if name in batch.schema.names]
+                    yield batch.slice(start, _TABLE_ROWS).select(here)
     else:
         with pq.ParquetFile(file) as table:
             yield from table.iter_batches(batch_size=_TABLE_ROWS, columns=columns)
@@ -351,7 +354,8 @@ def _list_uri(uri: str, endings: tuple[str, ...], key: str) -> list[InputFile]:
     try:
         system, path = filesystem(uri)
         if glob.has_magic(uri) and not system.exists(path):  # names may hold brackets
-            found = {p: i for p, i in system.glob(path, detail=True).items() if i["type"] == "file"}
+            found = system.glob(path, detail=True)
+            found = {p: i for p, i in found.items() if i["type"] in ("file", "other")}
         elif system.isdir(path):
             found = {
                 p: i
@@ -360,16 +364,31 @@ def _list_uri(uri: str, endings: tuple[str, ...], key: str) -> list[InputFile]:
             }
         else:
             found = {path: system.info(path)} if system.exists(path) else {}
+        if _is_local(system):
+            _follow_links(found, key)
+    except ConfigError:
+        raise
     except (ImportError, ValueError, OSError) as error:
-        raise ConfigError(f"{key}.uris: cannot read {uri}: {error}") from None
-    for path in found if _is_local(system) else ():
-        if not os.path.exists(path):
-            raise ConfigError(f"{key}.uris: {path} is a link to a file that is not there")
+        raise ConfigError(f"{key}: cannot read {uri}: {error}") from None
     scheme = uri.split("://")[0] + "://" if "://" in uri and not _is_local(system) else ""
     return [
         InputFile(scheme + path.removeprefix(scheme), info["size"], _version(info))
         for path, info in found.items()
     ]
+
+
+def _follow_links(found: dict[str, dict[str, Any]], key: str) -> None:
+    """Size and time of the files themselves, which fsspec tells of their links.
+
+    Raises `ConfigError` for a link to nothing, or to a folder.
+    """
+    for path in [path for path, info in found.items() if info.get("islink")]:
+        if not os.path.exists(path):
+            raise ConfigError(f"{key}: {path} is a link to a file that is not there")
+        if os.path.isdir(path):
+            raise ConfigError(f"{key}: {path} is a link to a folder; name that folder as well")
+        status = os.stat(path)
+        found[path] = {**found[path], "size": status.st_size, "mtime": status.st_mtime}
 
 
 def _is_hub_name(uri: str) -> bool:

@@ -57,6 +57,8 @@ def load_tokenizer(name: Path | str) -> Tokenizer:
     _checked(content, name)
     tokenizer = Tokenizer.from_str(content)
     tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()  # models are stored with what their inputs were cut and filled to
+    tokenizer.no_padding()
     return tokenizer
 
 

@@ -146,11 +146,14 @@ def follow(config: Config, run: RunFolder, dataset_path: Path) -> None:
                 done.add(step)
                 try:
                     found = checkpoint.at_step(run.checkpoints, step)
-                except checkpoint.CheckpointError as error:  # the run keeps its newest ones only
+                    print(f"\n[eval] step {step}", flush=True)
+                    evaluate_checkpoint(config, run, found, dataset_path, mlflow_id(run))
+                except checkpoint.CheckpointError as error:
                     say(f"step {step}: {error}")
-                    continue
-                print(f"\n[eval] step {step}", flush=True)
-                evaluate_checkpoint(config, run, found, dataset_path, mlflow_id(run))
+                except OSError as error:
+                    if step in checkpoint.steps_in(run.checkpoints):
+                        raise
+                    say(f"step {step}: the run has removed it: {error}")
             if ended and not new:
                 return
             if not new:
@@ -213,13 +216,25 @@ def _working(config: Config, measured: Measured, make: Any) -> Iterator[Measured
         return
     from pipeline.ray_session import ray_session
 
-    gpus = config.cluster.gpus_per_worker
-    with (
-        ray_session(config.cluster.address),
-        RayWorkers(make, config.evals.workers, gpus) as workers,
-    ):
-        subject = dataclasses.replace(measured.subject, workers=workers)
-        yield dataclasses.replace(measured, subject=subject)
+    count, gpus = config.evals.workers, config.cluster.gpus_per_worker
+    with ray_session(config.cluster.address):
+        _require_room(count, gpus)
+        with RayWorkers(make, count, gpus) as workers:
+            subject = dataclasses.replace(measured.subject, workers=workers)
+            yield dataclasses.replace(measured, subject=subject)
+
+
+def _require_room(count: int, gpus: int) -> None:
+    """Workers that a cluster cannot hold would be waited for without end. Raises `ConfigError`."""
+    import ray
+
+    available = ray.cluster_resources()
+    for kind, need in (("CPU", count), ("GPU", count * gpus)):
+        if need > available.get(kind, 0):
+            raise ConfigError(
+                f"evals.workers={count}: they need {need} {kind}, and Ray has "
+                f"{available.get(kind, 0):g}; take fewer"
+            )
 
 
 def _scorer_of_checkpoint(config: Config, found: Checkpoint, dataset_path: Path) -> Scorer:

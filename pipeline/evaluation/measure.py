@@ -14,7 +14,7 @@ import importlib.metadata
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ def measure(
                             "bigram_bits_per_byte"}},
          "tasks": {name: what `evals.harness.run_task` says, for `continuation` also "per_domain"
                    (accuracy, standard error, number), "too_short" (documents left out)}, also
-                   those of earlier measurements of the same model,
+                   those of earlier measurements of the same model under the same limits,
          "skipped": {name: why the task could not be run}}
 
     Raises:
@@ -112,7 +112,9 @@ def measure(
     folder.mkdir(parents=True, exist_ok=True)
     domains = _domains(measured, config, sequence_length, progress)
     tasks, skipped = _tasks(measured, config, folder, seed, progress)
-    tasks = _measured_before(folder / RESULTS, measured.identity) | tasks
+    of = {"limit": config.limit, "max_length": measured.subject.max_length}
+    tasks = {name: {**result, **of} for name, result in tasks.items()}
+    tasks = _measured_before(folder / RESULTS, measured.identity, of) | tasks
     results = {
         "identity": measured.identity, "domains": domains, "tasks": tasks, "skipped": skipped,
     }  # fmt: skip
@@ -120,13 +122,19 @@ def measure(
     return results
 
 
-def _measured_before(path: Path, identity: str) -> dict[str, dict[str, Any]]:
-    """What other suites found of the same weights in the same precision."""
+def _measured_before(path: Path, identity: str, of: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What other suites found of the same weights, in the same precision, under the same limits."""
     try:
         earlier = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return earlier["tasks"] if earlier.get("identity") == identity else {}
+    if earlier.get("identity") != identity:
+        return {}
+    return {
+        name: result
+        for name, result in earlier["tasks"].items()
+        if all(key in result and result[key] == value for key, value in of.items())
+    }
 
 
 def _domains(

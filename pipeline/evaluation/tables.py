@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,13 +43,15 @@ def results_of(run: RunFolder) -> Sequence[dict[str, Any]]:
 
 
 def others(root: Path) -> dict[str, dict[str, Any]]:
-    """The results of every model folder that was evaluated below this root, by name."""
-    found = {}
-    for path in sorted((root / "evals").glob("*/results.json")):
-        results = json.loads(path.read_text())
-        if "name" in results:
-            found[results["name"]] = results
-    return found
+    """The results of every model folder that was evaluated below this root, by name; by its whole
+    path where several have one name, as exports of the same step do."""
+    read = [json.loads(p.read_text()) for p in sorted((root / "evals").glob("*/results.json"))]
+    named = [results for results in read if "name" in results]
+    times = Counter(results["name"] for results in named)
+    return {
+        results["name"] if times[results["name"]] == 1 else results["folder"]: results
+        for results in named
+    }
 
 
 def score_table(models: Mapping[str, Mapping[str, Any]]) -> list[str]:

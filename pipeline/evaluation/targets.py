@@ -146,6 +146,12 @@ def of_checkpoint(config: Config, found: Checkpoint, dataset: Dataset | None) ->
             f"{found.path}: its corpus, with the tokenizer, is not prepared here; prepare it, or "
             "evaluate the model's export"
         )
+    if found.state["identity"]["tokenizer"] != dataset.manifest["tokenizer"]["sha256"]:
+        raise ConfigError(
+            f"{found.path}: the corpus prepared in {dataset.folder} has another tokenizer than "
+            "the checkpoint was trained with, so its token ids mean other texts"
+        )
+    manifest = (found.path / MANIFEST).read_bytes()
     device = inference_device()
     model, precision = load(config, found, device)
     if config.evals.precision == "recipe":
@@ -157,7 +163,6 @@ def of_checkpoint(config: Config, found: Checkpoint, dataset: Dataset | None) ->
         untrained, build_recipe(config), num_blocks=len(config.model.pattern), seed=config.seed
     )
     handle.mode = "bf16"
-    manifest = (found.path / MANIFEST).read_bytes()
     return Measured(
         Subject(
             Hybrid(model),
@@ -167,12 +172,19 @@ def of_checkpoint(config: Config, found: Checkpoint, dataset: Dataset | None) ->
             config.evals.batch_size,
             dataset.bos_id,
         ),
-        hashlib.sha256(manifest + config.evals.precision.encode()).hexdigest(),
+        hashlib.sha256(manifest + _scales(config).encode()).hexdigest(),
         dataset,
         model,
         untrained.eval(),
         config.data.on_corrupt == "skip",
     )
+
+
+def _scales(config: Config) -> str:
+    """The precision, and what its input scales are measured on."""
+    export = config.export
+    measured_on = f" {export.calibration} {export.calibration_tokens}"
+    return config.evals.precision + (measured_on if config.evals.precision == "recipe" else "")
 
 
 def load(config: Config, found: Checkpoint, device: torch.device) -> tuple[Any, Precision]:
@@ -210,6 +222,11 @@ def of_folder(config: Config, folder: Path) -> Measured:
     prepared = prepared_folder(config.data, root_folder(config))
     longest = read_json(folder / CONFIG).get("max_position_embeddings", 2048)
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    if eos is None:
+        raise ConfigError(
+            f"{folder}: its tokenizer names no token that ends a text; give it one, as "
+            '"eos_token" in tokenizer_config.json'
+        )
     return Measured(
         Subject(
             lm,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import gzip
 import io
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -52,6 +54,66 @@ def test_a_byte_order_mark_costs_no_record(tmp_path: Path) -> None:
     lines = '\ufeff{"text": "one"}\n{"text": "\ufefftwo"}\n'
     source = files(write_texts(tmp_path, [lines], ending=".jsonl"), format="jsonl")
     assert [item.text for _, item in read(source)] == ["one", "\ufefftwo"]
+    sources.check_sources(configuration({"text": source}))
+
+
+def test_junk_in_json_lines_becomes_no_document(tmp_path: Path) -> None:
+    lines = b'{"text": "one"}\n' + bytes(21) + b'\n\0\0{"text": "hello"}\n\xff{"text": "x"}\n'
+    items = read(files(write_texts(tmp_path, [lines], ending=".jsonl"), format="jsonl"))
+    assert [item.text for _, item in items if item.text] == ["one"]
+    kinds = ["document", "malformed", "malformed", "invalid_utf8"]
+    assert [item.status for _, item in items] == kinds
+
+
+def test_links_are_the_files_that_they_name(tmp_path: Path) -> None:
+    (real,) = write_texts(tmp_path / "real", ["0123456789"]).iterdir()
+    (tmp_path / "view").mkdir()
+    (tmp_path / "view" / "a.txt").symlink_to(real)
+    for uri in ("view", "view/*.txt", "view/a.txt"):
+        (before,) = sources.list_files(files(tmp_path / uri), "data.sources.text")
+        assert before.size == 10
+        real.write_text("9876543210")
+        os.utime(real, (1e9, 1e9))
+        (after,) = sources.list_files(files(tmp_path / uri), "data.sources.text")
+        assert after.version != before.version
+        os.utime(real, (2e9, 2e9))
+    (tmp_path / "view" / "folder.txt").symlink_to(tmp_path / "real")
+    with pytest.raises(ConfigError, match=r"folder\.txt is a link to a folder"):
+        sources.list_files(files(tmp_path / "view"), "data.sources.text")
+
+
+def test_each_hub_folder_has_a_training_split_of_its_own(tmp_path: Path) -> None:
+    for name in ("a/train/x", "a/test/x", "b/data-0"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"text": ["one"]}), tmp_path / f"{name}.parquet")
+    both = SourceConfig(
+        uris=(str(tmp_path / "a"), str(tmp_path / "b")), format="huggingface", text_column="text"
+    )
+    names = [Path(file.uri).name for file in sources.list_files(both, "data.sources.text")]
+    assert names == ["x.parquet", "data-0.parquet"]
+
+
+def test_a_filter_may_look_at_the_text_or_at_a_column_that_a_file_lacks(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["x", "y"], "score": [1, 2]}), tmp_path / "0.parquet")
+    pq.write_table(pa.table({"text": ["z"]}), tmp_path / "1.parquet")
+    source = SourceConfig(uris=(str(tmp_path),), format="parquet", filters=("text != x",))
+    assert [item.text for _, item in read(source) if item.text] == ["y", "z"]
+    scored = dataclasses.replace(source, filters=("score >= 2",))
+    assert [item.text for _, item in read(scored) if item.text] == ["y"]
+
+
+@pytest.mark.parametrize("table", [{"other": ["x"]}, {"text": [1]}])
+def test_a_later_file_that_does_not_fit_is_named(tmp_path: Path, table: dict) -> None:
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "0.parquet")
+    pq.write_table(pa.table(table), tmp_path / "1.parquet")
+    with pytest.raises(ConfigError, match=r"1\.parquet: cannot be read as parquet, column 'text'"):
+        read(SourceConfig(uris=(str(tmp_path),), format="parquet"))
+
+
+def test_an_empty_first_file_refuses_no_source(tmp_path: Path) -> None:
+    source = files(
+        write_texts(tmp_path, ["", '{"text": "one"}\n'], ending=".jsonl"), format="jsonl"
+    )
     sources.check_sources(configuration({"text": source}))
 
 
