@@ -271,6 +271,19 @@ def test_adding_a_source_reads_it_alone_and_links_the_shards_of_the_others(
     verify(after, deep=True)
 
 
+def test_a_damaged_shard_is_not_linked_but_made_again(
+    with_tokenizer: DataConfig, tmp_path: Path, ray_session: None
+) -> None:
+    before = Dataset.open(prepare(with_tokenizer, tmp_path, progress=print))
+    shard = before.folder / min(before.shard_names)
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    added = SourceConfig(uris=(str(write_texts(tmp_path / "c", sentences(40, "cherry"))),))
+    more = dataclasses.replace(with_tokenizer, sources={**with_tokenizer.sources, "c": added})
+    verify(Dataset.open(prepare(more, tmp_path, progress=print)), deep=True)
+
+
 def test_what_is_linked_equals_what_would_be_made(
     with_tokenizer: DataConfig, tmp_path: Path, ray_session: None
 ) -> None:

@@ -374,6 +374,8 @@ def test_cutting_docstrings_leaves_code_that_parses_even_where_they_are_all_of_i
         if item.text:
             ast.parse(item.text)
     cut = builtin._without_docstrings
+    paged = 'x = 1\n\x0c\ndef f():\n    """first\x85\u2028line\n    second"""\n    return 2\r\n'
+    assert cut(paged, ast.parse(paged)) == "x = 1\n\x0c\ndef f():\n    return 2\r\n"
     alone = 'class A:\n    """only"""\n\ndef f(): "here"\n\nclass B:\n    """a"""; x = 1\n'
     assert cut(alone, ast.parse(alone)) == alone.replace('    """only"""', "    ...")
 

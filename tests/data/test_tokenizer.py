@@ -205,6 +205,17 @@ def test_tekken_without_its_package_says_what_to_install(monkeypatch: pytest.Mon
         check_tokenizer(TokenizerConfig(path="tekken", eos_token="</s>"))
 
 
+def test_what_a_models_inputs_were_cut_and_filled_to_is_ignored(path: Path, tmp_path: Path) -> None:
+    stored = Tokenizer.from_file(str(path))
+    stored.enable_truncation(4)
+    stored.enable_padding(length=8)
+    stored.save(str(tmp_path / "tokenizer.json"))
+    text = "a sentence that is longer than four tokens"
+    whole, same = (load_tokenizer(p).encode(text).ids for p in (path, tmp_path / "tokenizer.json"))
+    assert len(whole) > 8
+    assert whole == same
+
+
 def test_one_token_cannot_begin_and_end_documents() -> None:
     with pytest.raises(ConfigError, match="bos_token='<s>' ends documents already"):
         check_tokenizer(TokenizerConfig(vocab_size=400, eos_token="<s>", bos_token="<s>"))

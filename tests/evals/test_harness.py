@@ -14,6 +14,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from evals import harness
 from evals.adapter import HarnessModel, Local
 from evals.continuation import Lengths, Question, make_questions, write_questions
 from evals.harness import Subject, clustered_error, read_samples, run_task
@@ -284,6 +285,15 @@ def test_the_process_stays_quiet_and_its_generators_untouched(
     run(model, tokenizer, questions[:4], tmp_path)
     assert capfd.readouterr() == ("", "")
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_samples_may_hold_every_kind_of_line_end(tmp_path: Path) -> None:
+    text = "a\u2028b\u2029c\x85d\re\x0cf\n"
+    document = {"arguments": [[text, " x"]], "doc": {"text": text}, "metrics": ["acc"], "acc": 1.0}
+    document |= {"filtered_resps": [(-1.0, True)], "target": 0}
+    harness._write_samples([document, document], tmp_path / "t_samples.jsonl")
+    read = read_samples(tmp_path / "t_samples.jsonl")
+    assert [sample["prompt"] for sample in read] == [text, text]
 
 
 def test_an_unknown_task_is_refused_at_once_with_the_nearest_names() -> None:

@@ -18,6 +18,9 @@ from pipeline.config import Config, ConfigError
 from pipeline.data.shards import Dataset
 from pipeline.evaluation import command as evaluation
 from pipeline.evaluation import targets
+from pipeline.evaluation.command import _require_room
+from pipeline.evaluation.tables import others
+from pipeline.evaluation.targets import of_checkpoint
 from pipeline.runs import RunFolder
 from pipeline.train import checkpoint
 from tests.pipeline.exported import STEPS, command, trained_run
@@ -139,6 +142,39 @@ def test_a_hugging_face_folder_goes_in_the_same_table(
     assert theirs["num_samples"] == len(QUESTIONS)
     assert command(run, "eval", *local) == 0
     assert '<th class="number">theirs</th>' in run.report.read_text()
+
+
+def test_folders_of_one_name_stand_beside_each_other(tmp_path: Path) -> None:
+    for number, folder in enumerate(("/a/step-1-hf", "/b/step-1-hf", "/b/other")):
+        place = tmp_path / "evals" / str(number)
+        place.mkdir(parents=True)
+        results = {"name": Path(folder).name, "folder": folder}
+        (place / "results.json").write_text(json.dumps(results))
+    assert set(others(tmp_path)) == {"/a/step-1-hf", "/b/step-1-hf", "other"}
+
+
+def test_a_checkpoint_is_not_read_with_another_corpus_tokenizer(
+    trained: tuple[Config, RunFolder],
+) -> None:
+    config, run = trained
+    found = checkpoint.at_step(run.checkpoints, STEPS)
+    dataset = Dataset.open(corpus_of(run))
+    assert of_checkpoint(config, found, dataset).identity
+    identity = {**found.state["identity"], "tokenizer": "another"}
+    other = dataclasses.replace(found, state={**found.state, "identity": identity})
+    with pytest.raises(ConfigError, match="has another tokenizer than the checkpoint"):
+        of_checkpoint(config, other, dataset)
+
+
+def test_more_workers_than_ray_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
+    _require_room(4, 0)
+    with pytest.raises(ConfigError, match=r"evals.workers=5: they need 5 CPU, and Ray has 4"):
+        _require_room(5, 0)
+    with pytest.raises(ConfigError, match="need 2 GPU"):
+        _require_room(2, 1)
 
 
 def test_missing_data_is_named_and_the_exit_code_says_so(

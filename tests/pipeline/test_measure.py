@@ -24,7 +24,7 @@ from pipeline.data.blocks import DamagedShardError
 from pipeline.data.shards import Dataset
 from pipeline.data.stream import validation_rows
 from pipeline.evaluation.command import refuse_incomplete
-from pipeline.evaluation.measure import Measured, _fit_bigram, measure
+from pipeline.evaluation.measure import Measured, _fit_bigram, _measured_before, measure
 from tests.data.corpora import document, write_corpus
 
 pytestmark = pytest.mark.slow
@@ -144,7 +144,7 @@ def test_the_baselines_go_without_a_damaged_shard_only_where_that_is_configured(
 
 def test_results_are_written_as_returned(results: dict[str, Any], folder: Path) -> None:
     assert json.loads((folder / "step-10" / "results.json").read_text()) == results
-    assert not list((folder / "step-10").glob("*.tmp"))
+    assert not list((folder / "step-10").glob(".*.partial"))
 
 
 def test_every_held_out_token_but_the_first_of_a_document_counts(
@@ -277,6 +277,17 @@ class Dies(Hybrid):
             raise KeyboardInterrupt
         self.rows += len(prompts)
         return super().prefill(prompts, room)
+
+
+def test_results_under_other_limits_do_not_stay_in_the_table(
+    dataset: FakeDataset, tmp_path: Path
+) -> None:
+    of = {"limit": None, "max_length": 64}
+    file = tmp_path / "results.json"
+    tasks = {"same": {"score": 0.5, **of}, "fewer": {"score": 1.0, **of, "limit": 5}, "old": {}}
+    file.write_text(json.dumps({"identity": "mine", "tasks": tasks}))
+    assert list(_measured_before(file, "mine", of)) == ["same"]
+    assert _measured_before(file, "another's", of) == {}
 
 
 def test_an_interrupted_task_goes_on_where_it_stopped(dataset: FakeDataset, tmp_path: Path) -> None:
