@@ -88,12 +88,13 @@ def test_checkpoints_that_are_there_need_no_more_room(
     run = RunFolder(finished.folder)
     config = load_config(run)
     have = sum(file.stat().st_size for file in run.checkpoints.rglob("*") if file.is_file())
-    one = have // len(list(run.checkpoints.iterdir()))
-    room = (config.train.keep_checkpoints + 1) * one - have + 1_000_000
+    need = 12 * finished.results["parameters"] * (config.train.keep_checkpoints + 1)
+    assert 0 < have < need
+    room = need - have
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage(1, 1, room))
-    preflight.check(config, ("train",), run)
+    preflight._check_precision(config, run)
     with pytest.raises(ConfigError, match="GB free"):
-        preflight.check(config, ("train",))
+        preflight._check_precision(config, None)
 
 
 def test_a_run_in_use_is_not_touched_by_a_second_process(finished: Run) -> None:
