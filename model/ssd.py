@@ -272,8 +272,9 @@ def _backward_rows(
     grads.B_BTGN.unflatten(1, (-1, Q)).copy_(grad_B.transpose(2, 3))
     grads.C_BTGN.unflatten(1, (-1, Q)).copy_(grad_C.transpose(2, 3))
 
-    ending_BH = (grad_final_BHPN * kept.states_BHCPN[:, :, -1]).sum(dim=(-1, -2))
-    _backward_elementwise(inputs, kept.y_BTHP, chunks, grad_y_BTHP, grad_u_BCQHP, ending_BH, grads)
+    # Of l at each chunk's end, from all that comes later: the state there carries exp(l).
+    ending_BCH = (grad_added_BHCPN * kept.states_BHCPN).sum(dim=(-1, -2))[:, :, 1:].transpose(1, 2)
+    _backward_elementwise(inputs, kept.y_BTHP, chunks, grad_y_BTHP, grad_u_BCQHP, ending_BCH, grads)
     return grad_added_BHCPN[:, :, 0]
 
 
@@ -283,7 +284,7 @@ def _backward_elementwise(
     chunks: Chunks,
     grad_y_BTHP: Tensor,
     grad_u_BCQHP: Tensor,
-    ending_BH: Tensor,
+    ending_BCH: Tensor,
     grads: _Inputs,
 ) -> None:
     """From the gradients of y and of u = dt x to those of x, dt, A and D."""
@@ -293,23 +294,21 @@ def _backward_elementwise(
     grads.D_H.add_(skip_BTH.sum(dim=(0, 1)))
     use_BTH = (grad_u_BCQHP * x_BCQHP).sum(dim=-1).flatten(1, 2)
     grad_log_BTH = (grad_y_BTHP * y_BTHP).sum(dim=-1) - skip_BTH * inputs.D_H - use_BTH * dt_BTH
-    grad_step_BTH = _reversed_running_sum(grad_log_BTH, ending_BH, chunks)
+    grad_step_BTH = _reversed_running_sum(grad_log_BTH, ending_BCH, chunks)
     grads.A_H.add_((grad_step_BTH * dt_BTH).sum(dim=(0, 1)))
     torch.addcmul(use_BTH, grad_step_BTH, inputs.A_H, out=grads.dt_BTH)
     torch.mul(grad_u_BCQHP, dt_BCQH[..., None], out=grads.x_BTHP.unflatten(1, (-1, chunks.size)))
     grads.x_BTHP.addcmul_(grad_y_BTHP, inputs.D_H[:, None])
 
 
-def _reversed_running_sum(value_BTH: Tensor, ending_BH: Tensor, chunks: Chunks) -> Tensor:
-    """At each token the sum of ``value`` from there to its document's end, plus, in the row's last
-    document, ``ending``: the transpose of the running sum that gave l."""
+def _reversed_running_sum(value_BTH: Tensor, ending_BCH: Tensor, chunks: Chunks) -> Tensor:
+    """At each token the sum of ``value`` from there to its document's end: within the chunk term by
+    term, and ``ending`` for what comes after it. (Later chunks' terms would sum to the same, but
+    they cancel, and their roundings would add up over the row.)"""
     value_BCQH = value_BTH.unflatten(1, (-1, chunks.size))
-    entered_BCH = (value_BCQH * chunks.enters[..., None]).sum(dim=2)
-    from_boundary = torch.cat([entered_BCH, ending_BH[:, None]], dim=1)
-    later_BCH = (chunks.between.transpose(-1, -2) @ from_boundary)[:, 1:]
     leaves_BCQ = chunks.same[..., -1, :]
     local = chunks.same.transpose(-1, -2) @ value_BCQH
-    return local.addcmul_(leaves_BCQ[..., None], later_BCH[:, :, None]).flatten(1, 2)
+    return local.addcmul_(leaves_BCQ[..., None], ending_BCH[:, :, None]).flatten(1, 2)
 
 
 def step_scan(

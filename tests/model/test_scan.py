@@ -104,6 +104,23 @@ def test_scan_equals_transformers_torch_path(groups: int, tokens: int, chunk_siz
         assert (mine - other).abs().max() <= 1e-5 * other.abs().max()
 
 
+def test_rounding_errors_of_gradients_do_not_grow_with_the_row() -> None:
+    tokens = 600
+    seq_idx = torch.zeros(2, tokens, dtype=torch.int32)
+    inputs = [v.detach().float().requires_grad_() for v in scan_inputs(tokens, 1)]
+    exact = [v.detach().double().requires_grad_() for v in inputs]
+    chunks = Packing(seq_idx, torch.float32).chunks(32)
+    *others, initial = inputs
+    *exact_others, exact_initial = exact
+    ours, _ = chunked_scan(*others, chunks, initial_state_BHPN=initial)
+    expected, _ = recurrence(*exact_others, seq_idx, exact_initial)
+    weight = torch.randn(ours.shape)
+    found = torch.autograd.grad((ours * weight).sum(), inputs)
+    wanted = torch.autograd.grad((expected * weight).sum(), exact)
+    for mine, true in zip(found, wanted, strict=True):
+        assert (mine - true).abs().max() <= 1e-5 * true.abs().max()
+
+
 def test_scan_without_initial_state_starts_from_zero() -> None:
     *others, initial = scan_inputs(17, 2)
     chunks = Packing(documents(2, 17, 3), torch.float64).chunks(4)
