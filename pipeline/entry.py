@@ -28,6 +28,7 @@ from typing import NoReturn
 
 import yaml
 
+from pipeline.cli import FAILURE, TRY_AGAIN, USER_MISTAKE
 from pipeline.config import (
     Config,
     ConfigError,
@@ -39,7 +40,7 @@ from pipeline.config import (
 )
 from pipeline.runs import RunFolder, is_locked, root_folder, write_whole
 
-DONE, FAILURE, USER_MISTAKE, TRY_AGAIN = 0, 1, 2, 75
+DONE = 0
 POLL_SECONDS = 2.0
 
 
@@ -67,11 +68,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 def attempt(config: Config, run: RunFolder) -> int:
     """One attempt at the run; its exit code."""
+    from pipeline.lifecycle import evaluate, start
     from pipeline.train import checkpoint
-    from pipeline.verbs import evaluate, start
 
-    trains = "train" in config.stages
-    marker = run.failure if trains else run.eval_failure
+    judges = "eval" in config.stages and "train" not in config.stages  # a run that exists
+    marker = run.eval_failure if judges else run.failure
     identity = digest(config.to_dict())
     if why := hopeless(marker, identity):
         print(f"run {run.id} failed for good and is not tried again: {why}", flush=True)
@@ -82,10 +83,10 @@ def attempt(config: Config, run: RunFolder) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         wait_for_nodes(config)
-        if trains:
-            start(config, config.stages)
-        else:
+        if judges:
             evaluate(config)
+        else:
+            start(config, config.stages)
     except IncompleteError as error:  # another attempt would lack the same
         print(f"incomplete: {error}", file=sys.stderr)
     except UnreachableError as error:

@@ -364,12 +364,10 @@ def _list_uri(uri: str, endings: tuple[str, ...], key: str) -> list[InputFile]:
             }
         else:
             found = {path: system.info(path)} if system.exists(path) else {}
-        if _is_local(system):
-            _follow_links(found, key)
-    except ConfigError:
-        raise
     except (ImportError, ValueError, OSError) as error:
         raise ConfigError(f"{key}: cannot read {uri}: {error}") from None
+    if _is_local(system):
+        _follow_links(found, key)
     scheme = uri.split("://")[0] + "://" if "://" in uri and not _is_local(system) else ""
     return [
         InputFile(scheme + path.removeprefix(scheme), info["size"], _version(info))

@@ -157,16 +157,28 @@ def _switches(
     gaps: dict[tuple[str, str], Estimate],
     size: str,
 ) -> list[Switch]:
-    trunks = {arm: study.arms[arm].trunk or "" for arm in LATE if (arm, size) in by_pair}
-    over_half = {
-        arm: [gap - by_pair[trunk, size][seed] / 2 for seed, gap in by_pair[arm, size].items()]
+    trunks = {
+        arm: trunk
+        for arm in LATE
+        if (arm, size) in by_pair
+        and (trunk := study.arms[arm].trunk or "")
+        and (trunk, size) in by_pair
+    }
+    seeds = {
+        arm: sorted(by_pair[arm, size].keys() & by_pair[trunk, size].keys())
         for arm, trunk in trunks.items()
+    }
+    over_half = {
+        arm: [by_pair[arm, size][s] - by_pair[trunk, size][s] / 2 for s in seeds[arm]]
+        for arm, trunk in trunks.items()
+        if seeds[arm]
     }
     noise = Noise.pooled(list(over_half.values()))
     rows = {(row.arm, row.size, row.seed): row for row in tables.rows}
     found = []
-    for arm, trunk in trunks.items():
-        forked = [rows[arm, size, seed] for seed in by_pair[arm, size]]
+    for arm, halves in over_half.items():
+        trunk = trunks[arm]
+        forked = [rows[arm, size, seed] for seed in seeds[arm]]
         before = [
             _gap_before(
                 tables, row, rows[trunk, size, row.seed],
@@ -182,7 +194,7 @@ def _switches(
                 before=float(np.mean(before)),
                 after=gaps[arm, size],
                 unswitched=gaps[trunk, size],
-                over_half=noise.estimate(over_half[arm]),
+                over_half=noise.estimate(halves),
             )
         )
     return found

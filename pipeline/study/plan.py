@@ -67,7 +67,7 @@ def plan_study(study: StudyConfig, compose: Compose, user: list[str]) -> list[St
                     raise ConfigError(f"study.arms.{name} at size {size}: {error}") from error
     first: dict[str, StudyRun] = {}
     for run in planned.values():
-        other = first.setdefault(run.configuration, run)
+        other = first.setdefault(run.config.fingerprint(), run)
         if other is not run:
             raise ConfigError(
                 f"study: {other.name} and {run.name} are the same run; a study's arms, sizes and "

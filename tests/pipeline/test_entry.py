@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline import entry, verbs
+from pipeline import cli, entry, lifecycle
 from pipeline.config import (
     ClusterConfig,
     Config,
@@ -49,10 +49,10 @@ def failing(error: BaseException) -> Any:
 @pytest.mark.parametrize(
     ("error", "code", "marked"),
     [
-        (ConfigError("a mistake"), entry.USER_MISTAKE, True),
-        (PermanentError("diverged"), entry.FAILURE, True),
-        (UnreachableError("no store"), entry.TRY_AGAIN, False),
-        (KeyboardInterrupt(), entry.TRY_AGAIN, False),
+        (ConfigError("a mistake"), cli.USER_MISTAKE, True),
+        (PermanentError("diverged"), cli.FAILURE, True),
+        (UnreachableError("no store"), cli.TRY_AGAIN, False),
+        (KeyboardInterrupt(), cli.TRY_AGAIN, False),
     ],
 )
 def test_only_what_a_retry_would_repeat_leaves_the_marker(
@@ -60,10 +60,10 @@ def test_only_what_a_retry_would_repeat_leaves_the_marker(
 ) -> None:
     config, run = named(tmp_path)
     attempt = failing(error)
-    monkeypatch.setattr(verbs, "start", attempt)
+    monkeypatch.setattr(lifecycle, "start", attempt)
     assert entry.attempt(config, run) == code
     assert run.failure.is_file() == marked
-    assert entry.attempt(config, run) == code if not marked else entry.USER_MISTAKE
+    assert entry.attempt(config, run) == code if not marked else cli.USER_MISTAKE
     assert len(attempt.calls) == (1 if marked else 2)  # the second attempt does nothing
 
 
@@ -71,10 +71,10 @@ def test_a_mended_configuration_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, run = named(tmp_path)
-    monkeypatch.setattr(verbs, "start", failing(ConfigError("a mistake")))
+    monkeypatch.setattr(lifecycle, "start", failing(ConfigError("a mistake")))
     entry.attempt(config, run)
-    monkeypatch.setattr(verbs, "start", lambda config, stages: None)
-    assert entry.attempt(config, run) == entry.USER_MISTAKE
+    monkeypatch.setattr(lifecycle, "start", lambda config, stages: None)
+    assert entry.attempt(config, run) == cli.USER_MISTAKE
     mended, _ = named(tmp_path, seed=7)
     assert entry.attempt(mended, run) == entry.DONE
     assert not run.failure.exists()
@@ -85,15 +85,15 @@ def test_a_job_that_evaluates_says_nothing_of_training(
 ) -> None:
     config, run = named(tmp_path)
     judge = dataclasses.replace(config, stages=("eval", "report"))
-    monkeypatch.setattr(verbs, "start", failing(PermanentError("diverged")))
-    assert entry.attempt(judge, run) == entry.USER_MISTAKE  # there is no such run to evaluate
+    monkeypatch.setattr(lifecycle, "start", failing(PermanentError("diverged")))
+    assert entry.attempt(judge, run) == cli.USER_MISTAKE  # there is no such run to evaluate
     assert "no such run" in capsys.readouterr().err
     assert run.eval_failure.is_file()
     assert not run.failure.exists()
-    assert entry.attempt(config, run) == entry.FAILURE
+    assert entry.attempt(config, run) == cli.FAILURE
     run.eval_failure.unlink()
     evaluated: list[Config] = []
-    monkeypatch.setattr(verbs, "evaluate", evaluated.append)
+    monkeypatch.setattr(lifecycle, "evaluate", evaluated.append)
     assert entry.attempt(judge, run) == entry.DONE
     assert evaluated == [judge]
     assert run.failure.is_file()  # still no retry trains what diverged
@@ -101,9 +101,19 @@ def test_a_job_that_evaluates_says_nothing_of_training(
     def lacking(_: Config) -> None:
         raise IncompleteError("no data of mmlu")
 
-    monkeypatch.setattr(verbs, "evaluate", lacking)
+    monkeypatch.setattr(lifecycle, "evaluate", lacking)
     assert entry.attempt(judge, run) == entry.DONE
     assert "incomplete: no data of mmlu" in capsys.readouterr().err
+
+
+def test_a_job_that_prepares_only_evaluates_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run = named(tmp_path, stages=("prepare",))
+    started: list[tuple[str, ...]] = []
+    monkeypatch.setattr(lifecycle, "start", lambda config, stages: started.append(stages))
+    assert entry.attempt(config, run) == entry.DONE
+    assert started == [("prepare",)]
 
 
 @pytest.mark.parametrize("text", ["seed: [", "seed: 0", "nothing: 1"])
@@ -112,7 +122,7 @@ def test_a_file_that_is_no_configuration_is_the_users_mistake(tmp_path: Path, te
     file.write_text(text)
     with pytest.raises(SystemExit) as end:
         entry.main([str(file)])
-    assert end.value.code == entry.USER_MISTAKE
+    assert end.value.code == cli.USER_MISTAKE
 
 
 def test_a_run_without_a_name_is_refused(tmp_path: Path) -> None:
@@ -120,7 +130,7 @@ def test_a_run_without_a_name_is_refused(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(configuration(tmp_path, 4).to_dict()))
     with pytest.raises(SystemExit) as end:
         entry.main([str(file)])
-    assert end.value.code == entry.USER_MISTAKE
+    assert end.value.code == cli.USER_MISTAKE
 
 
 def test_nodes_that_do_not_come_are_waited_for_and_then_not_a_mistake(
@@ -147,7 +157,7 @@ def test_stop_asks_a_run_that_is_under_way_and_no_other(tmp_path: Path) -> None:
     assert entry.stop(run, 1.0) == entry.DONE  # its process is gone
     assert not run.stop.exists()
     with locked(run):
-        assert entry.stop(run, 0.1) == entry.FAILURE  # nobody answered in time
+        assert entry.stop(run, 0.1) == cli.FAILURE  # nobody answered in time
         assert run.stop.exists()
 
 
@@ -173,7 +183,7 @@ def test_sigterm_ends_with_a_checkpoint_and_the_next_attempt_goes_on(tmp_path: P
         assert first.poll() is None
         time.sleep(0.02)
     first.send_signal(signal.SIGTERM)
-    assert first.wait(300) == entry.TRY_AGAIN
+    assert first.wait(300) == cli.TRY_AGAIN
     (stopped,) = checkpoint.steps_in(run.checkpoints)
     assert 0 < stopped < steps
     second = subprocess.run(command, capture_output=True, text=True)

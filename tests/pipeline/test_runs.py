@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import verbs
+from pipeline import lifecycle
 from pipeline.config import ConfigError, UnreachableError
 from pipeline.runs import RunFolder, find_run
 from pipeline.tracking import Tracker
@@ -51,6 +51,6 @@ def test_a_start_that_fails_leaves_the_folder_as_it_was(
         found.checkpoints.mkdir(parents=True)
         (found.path / "notes.txt").write_text("mine")
     with pytest.raises(UnreachableError):
-        verbs._work(config, found, ("train",), again=False)
+        lifecycle.work(config, found, ("train",), again=False)
     left = sorted(path.name for path in found.path.iterdir()) if found.path.exists() else None
     assert left == (["checkpoints", "notes.txt"] if there else None)

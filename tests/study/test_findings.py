@@ -63,6 +63,15 @@ def test_a_switch_knows_its_share_and_the_gap_before_it() -> None:
     assert switch.unswitched.mean == pytest.approx(0.010, abs=0.001)
 
 
+def test_a_fork_whose_trunk_is_not_there_is_not_judged() -> None:
+    made = tables(CLEAR, late=0.002)
+    only_one = [row for row in made.rows if row.arm != "nvfp4_paper" or row.seed == 1]
+    (switch,) = find(dataclasses.replace(made, rows=tuple(only_one)), study()).switches
+    assert switch.over_half.num_seeds == 1
+    none = [row for row in made.rows if row.arm != "nvfp4_paper"]
+    assert find(dataclasses.replace(made, rows=tuple(none)), study()).switches == ()
+
+
 def test_tokens_to_match_come_from_whole_runs_of_the_same_model() -> None:
     matching = find(tables(CLEAR, noise=0.0), study()).matching
     assert matching["tokens"] == TOKENS

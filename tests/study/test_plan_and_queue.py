@@ -113,6 +113,13 @@ def test_runs_that_the_command_line_makes_alike_are_refused() -> None:
         plan_study(study, compose, ["seed=1"])
 
 
+def test_arms_may_differ_in_where_their_corpus_lies_alone() -> None:
+    at = "data.sources.code.uris=[/{}]"
+    arms = {name: ArmConfig(("data=debian", at.format(name))) for name in ("here", "there")}
+    study = StudyConfig("s", arms, {"main": tuple(SMALL)}, baseline="here")
+    assert len(plan_study(study, compose, [])) == 2
+
+
 def test_a_mistake_names_its_arm() -> None:
     with pytest.raises(ConfigError, match=r"study.arms.odd at size main: precison"):
         planned(arms={**ARMS, "odd": ArmConfig(("precison=bf16",))})
